@@ -1,0 +1,1 @@
+"""flowsim: exact gradient flow, its saddles and their spectra, theory against it."""

@@ -1,0 +1,141 @@
+"""The two losses of the attention model: population limit and finite sample.
+
+Both are objectives (a model in, a scalar in nats out), so flow, spectrum and training
+treat them alike. They differ in what is averaged: `PopulationLoss` is the limit of
+infinitely many infinitely long contexts, where a context's token frequencies are the
+stationary law; `SampleLoss` averages over N given windows of length s.
+
+>>> import jax, flowsim as fs
+>>> chain = fs.lazy_chain([0.7, 0.2, 0.1], lam=0.5)
+>>> model = fs.AttentionModel.init(jax.random.key(0), vocab=3, width=2, scale=1e-3)
+>>> round(float(fs.PopulationLoss(chain)(model)), 4)  # log 3: uniform predictions
+1.0986
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from . import _trees
+from ._types import Scalar
+from .markov import MarkovChain
+from .model import AttentionModel
+
+
+def weighted_attention(
+    scores: Float[Array, "... d"], weights: Float[Array, "... d"]
+) -> Float[Array, "... d"]:
+    """softmax(scores + log weights), with zero weight giving exactly zero attention.
+
+    The attention of one query when key token j occurs with frequency (or count)
+    `weights`_j: scores of zero-weight tokens take no part, in value and in gradient.
+    """
+    present = weights > 0
+    log_weights = jnp.log(jnp.where(present, weights, 1.0))
+    return jax.nn.softmax(jnp.where(present, scores + log_weights, -jnp.inf), axis=-1)
+
+
+class PopulationLoss(eqx.Module):
+    """Cross-entropy of the last-position prediction under a chain, in nats.
+
+        L(theta) = - sum_i pi_i sum_j P_ij log softmax(Z_i)_j,   Z = A W0 W1,
+        A_ij = pi_j exp(Phi_ij) / sum_l pi_l exp(Phi_il)
+
+    the limit N, s -> infinity of the training loss (arXiv:2605.01199, section 2). Its
+    infimum over all models is the chain's entropy rate.
+    """
+
+    chain: MarkovChain
+
+    def __check_init__(self):
+        if not isinstance(self.chain, MarkovChain):
+            raise ValueError(
+                "chain must be a MarkovChain (see flowsim.lazy_chain, "
+                f"flowsim.load_chain); got {type(self.chain).__name__}."
+            )
+
+    def attention(self, model: AttentionModel) -> Float[Array, "d d"]:
+        """A_ij, the attention that query token i pays to key token j; rows sum to 1."""
+        return weighted_attention(model.attention_logits(), self.chain.stationary)
+
+    def logits(self, model: AttentionModel) -> Float[Array, "d d"]:
+        """Z_i, the next-token logits after token i."""
+        self._check_vocab(model)
+        return (self.attention(model) @ model.W0) @ model.W1
+
+    def predictions(self, model: AttentionModel) -> Float[Array, "d d"]:
+        """p_i, the predicted next-token law after token i; rows sum to 1."""
+        return jax.nn.softmax(self.logits(model), axis=-1)
+
+    def __call__(self, model: AttentionModel) -> Scalar:
+        return -self.chain.pair_expectation(
+            jax.nn.log_softmax(self.logits(model), axis=-1)
+        )
+
+    def _check_vocab(self, model: AttentionModel) -> None:
+        if model.vocab != self.chain.num_states:
+            raise ValueError(
+                f"the model has vocab {model.vocab} but the chain has "
+                f"{self.chain.num_states} states; they must be equal."
+            )
+
+
+class SampleLoss(eqx.Module):
+    """Cross-entropy of the last-position prediction over N finite windows, in nats.
+
+    The last-position prediction sees a window only through its last token and its
+    token counts, exactly: A = softmax(Phi[last] + log counts). That form costs nothing
+    per position; it equals the literal masked softmax to round-off.
+
+    Memory is the (N, d) table of counts for the vocabulary of the model; for millions
+    of windows, stream them in batches.
+    """
+
+    tokens: Int[Array, "N s"]
+    targets: Int[Array, " N"]
+
+    def __init__(self, tokens: Int[Array, "N s"], targets: Int[Array, " N"]):
+        for name, value, ndim in (("tokens", tokens, 2), ("targets", targets, 1)):
+            shape, dtype = np.shape(value), jnp.result_type(value)
+            if len(shape) != ndim or not jnp.issubdtype(dtype, jnp.integer):
+                expected = "(N, s)" if ndim == 2 else "(N,)"
+                raise ValueError(
+                    f"{name} must be integers of shape {expected}; "
+                    f"got {dtype} of shape {shape}."
+                )
+        if np.shape(tokens)[0] != np.shape(targets)[0] or 0 in np.shape(tokens):
+            raise ValueError(
+                "tokens (N, s) and targets (N,) must agree in N, both N and s at least "
+                f"1; got {np.shape(tokens)} and {np.shape(targets)}."
+            )
+        self.tokens = jnp.asarray(tokens)
+        self.targets = jnp.asarray(targets)
+        if not _trees.is_traced((self.tokens, self.targets)):
+            lowest = min(int(self.tokens.min()), int(self.targets.min()))
+            if lowest < 0:
+                raise ValueError(f"token numbers must not be negative; got {lowest}.")
+
+    def logits(self, model: AttentionModel) -> Float[Array, "N d"]:
+        """Next-token logits of every window."""
+        self._check_vocab(model)
+        rows = jnp.arange(self.tokens.shape[0])[:, None]
+        counts = jnp.zeros((self.tokens.shape[0], model.vocab), model.W0.dtype)
+        counts = counts.at[rows, self.tokens].add(1.0)
+        scores = model.attention_logits()[self.tokens[:, -1]]
+        return (weighted_attention(scores, counts) @ model.W0) @ model.W1
+
+    def __call__(self, model: AttentionModel) -> Scalar:
+        log_p = jax.nn.log_softmax(self.logits(model), axis=-1)
+        return -jnp.mean(jnp.take_along_axis(log_p, self.targets[:, None], axis=-1))
+
+    def _check_vocab(self, model: AttentionModel) -> None:
+        if _trees.is_traced((self.tokens, self.targets)):
+            return
+        largest = max(int(self.tokens.max()), int(self.targets.max()))
+        if largest >= model.vocab:
+            raise ValueError(
+                f"the windows hold token {largest} but the model has vocab "
+                f"{model.vocab}; every token must be below it."
+            )
