@@ -1,0 +1,37 @@
+"""How a result prints: a title and aligned rows, short whatever its size."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import numpy as np
+
+from . import _trees
+
+
+def aligned(title: str, rows: Mapping[str, Any]) -> str:
+    """A title and one indented row per entry, the values in one column."""
+    width = max(map(len, rows), default=0)
+    lines = (f"  {name:<{width}}  {describe(value)}" for name, value in rows.items())
+    return "\n".join([title, *lines])
+
+
+def describe(value: Any) -> str:
+    """One line about a value.
+
+    A number in full; a vector of up to four entries; first and last entry of a longer
+    one; of any other array its shape and largest magnitude. Traced arrays show shapes.
+    """
+    if _trees.is_traced(value):
+        return f"traced {value.dtype}{list(value.shape)}"
+    if isinstance(value, eqx.Enumeration | str) or not hasattr(value, "shape"):
+        return str(value)
+    array = np.asarray(value)
+    if array.ndim == 0:
+        return f"{array:.10g}"
+    if array.ndim == 1 and array.size <= 4:
+        return ", ".join(f"{entry:.6g}" for entry in array)
+    if array.ndim == 1:
+        return f"{array[0]:.6g} ... {array[-1]:.6g}  ({array.size})"
+    size = np.max(np.abs(array), initial=0.0)
+    return f"{'x'.join(map(str, array.shape))}, at most {size:.3g}"
