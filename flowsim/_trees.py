@@ -53,8 +53,8 @@ def inner(x: Params, y: Params) -> Scalar:
 def norm(x: Params) -> Scalar:
     """Euclidean norm of a pytree; its derivative at zero is zero, not NaN."""
     squared = inner(x, x)
-    positive = squared > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, squared, 1.0)), 0.0)
+    zero = squared == 0
+    return jnp.where(zero, 0.0, jnp.sqrt(jnp.where(zero, 1.0, squared)))
 
 
 def add_scaled(x: Params, scale: Any, y: Params) -> Params:

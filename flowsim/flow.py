@@ -1,0 +1,348 @@
+"""Exact gradient flow: theta'(t) = -grad L(theta), for any objective and any pytree.
+
+The integration is Diffrax's. What is added is what a flow from saddle to saddle needs:
+tolerances that follow the size of the start, records that are dense in bursts and sparse
+on plateaus, a loss that is watched (it must never rise), and an outcome for everything
+that can go wrong, with the path up to there.
+
+Left out: optimisers with momentum or noise (see `flowsim.training`), and the search for
+the critical points a run passes (see `flowsim.critical`).
+
+>>> import jax.numpy as jnp, flowsim as fs
+>>> saddle = lambda y: 0.5 * (1.0 - y[0] * y[1]) ** 2
+>>> run = fs.gradient_flow(saddle, jnp.full(2, 1e-3), t1=20.0, rtol=1e-6)
+>>> bool(run.succeeded), bool(run.losses[-1] < 1e-6)
+(True, True)
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import diffrax
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optimistix as optx
+from jaxtyping import Array, ArrayLike, Float, PyTree
+
+from . import _trees
+from ._types import Objective, Params, Scalar
+from .derivatives import gradient
+from .integration import (
+    Path,
+    Problem,
+    allowed_rise,
+    measure_rows,
+    solve_at_times,
+    solve_in_blocks,
+)
+from .trajectory import Outcome, Trajectory, repeat_last, trim
+
+_BUFFER_NUMBERS = 2**26  # Numbers of the default record, 0.5 GB in double precision.
+
+
+class Save(eqx.Module):
+    """Which points of a run to keep.
+
+    Args:
+        ts: keep exactly these times, by the solver's dense output, and both ends.
+        every: keep every n-th accepted step.
+        at_most: without `ts` and `every`: keep both ends and at most this many accepted
+            steps between, chosen by path length (dense in bursts).
+        models: keep the parameters; False keeps losses, norms and observables alone.
+    """
+
+    ts: Float[Array, " times"] | None
+    every: int | None = eqx.field(static=True)
+    at_most: int = eqx.field(static=True)
+    models: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        ts: ArrayLike | None = None,
+        *,
+        every: int | None = None,
+        at_most: int = 2000,
+        models: bool = True,
+    ):
+        if ts is not None and every is not None:
+            raise ValueError("save takes either times or every=n, not both.")
+        if every is not None and every < 1:
+            raise ValueError(f"save every n-th step needs n >= 1; got {every}.")
+        if at_most < 2:
+            raise ValueError(f"save at_most must be at least 2; got {at_most}.")
+        self.ts = None if ts is None else jnp.asarray(ts, jnp.result_type(float))
+        self.every, self.at_most, self.models = every, at_most, models
+
+
+def gradient_flow(
+    objective: Objective,
+    model: Params,
+    *,
+    t0: float = 0.0,
+    t1: float,
+    solver: diffrax.AbstractSolver | None = None,
+    rtol: float = 1e-6,
+    atol: float | None = None,
+    save: Save | ArrayLike | int | None = None,
+    observe: Callable[[Any], PyTree[Array]] | None = None,
+    stop: float | Callable[[Scalar, Any], Any] | diffrax.Event | None = None,
+    max_steps: int = 2**20,
+    progress: bool = False,
+) -> Trajectory:
+    """Integrate theta' = -grad L(theta) from `model` at t0 to t1.
+
+    Args:
+        objective: pure function from the parameter pytree to a scalar.
+        model: initial parameters; every leaf a floating-point array.
+        t0, t1: flow times, t0 < t1.
+        solver: any Diffrax ODE solver; by default one is chosen (`settings` says which).
+        rtol: relative tolerance of one step, per component.
+        atol: absolute tolerance of one step. Default: rtol / 10 times the root mean
+            square of the initial parameters (at most 1), because the saddles amplify
+            what starts at that size. It must lie well below every perturbation whose
+            growth matters.
+        save: times; or an integer n for every n-th accepted step; or a `Save`. Default:
+            both ends and at most 2,000 accepted steps, dense in bursts.
+        observe: function of the parameters evaluated at every saved point.
+        stop: a gradient-norm tolerance (outcome `stationary`), or a function (t, model)
+            that returns a boolean (stops after the step where it turns true) or a real
+            number (stops where it crosses zero, to the solver's tolerance), or a
+            `diffrax.Event`. Off by default: a plateau has a small gradient too.
+        max_steps: bound on solver steps, accepted or not, rounded up to whole blocks of
+            at most 512.
+        progress: show a progress bar.
+
+    Returns:
+        The trajectory. Failures are outcomes in it, with the path up to there:
+        `max_steps_reached`, `step_too_small`, `not_finite`, `loss_increased`,
+        `solver_failed`, `interrupted`.
+
+    Raises:
+        ValueError: for arguments that cannot be right whatever the numbers are.
+
+    Memory: the saved rows (at most 2,000 times n numbers by default, less beyond 0.5
+    GB), twice while a block is merged, and one block of at most 512 rows.
+
+    Differentiation: with `save` given as times, reverse mode works for explicit
+    solvers; otherwise use forward mode.
+    """
+    time_dtype = jnp.result_type(float)
+    t0, t1 = jnp.asarray(t0, time_dtype), jnp.asarray(t1, time_dtype)
+    model = jtu.tree_map(_as_array, model)
+    _trees.check_params(model)
+    save = _as_save(save)
+    _check_numbers(t0, t1, rtol, atol, save, max_steps)
+    _check_objective(objective, model)
+    rtol = jnp.asarray(rtol, time_dtype)
+    atol = default_atol(model, rtol) if atol is None else jnp.asarray(atol, time_dtype)
+    solver, controller, why = _choose_solver(solver, rtol, atol, t0, t1)
+    problem = Problem(
+        objective=objective,
+        solver=solver,
+        controller=controller,
+        event=_as_event(stop),
+        observe=observe,
+        rtol=rtol,
+        atol=atol,
+        keep_models=save.models,
+    )
+    if save.ts is None:
+        path = solve_in_blocks(
+            problem,
+            model,
+            t0,
+            t1,
+            at_most=min(save.at_most, _BUFFER_NUMBERS // _trees.num_params(model)),
+            every=save.every,
+            max_steps=max_steps,
+            progress=progress,
+        )
+    else:
+        path = solve_at_times(
+            problem,
+            model,
+            t0,
+            t1,
+            _interior(save.ts, t0, t1),
+            max_steps=max_steps,
+            progress=progress,
+        )
+    settings = {"solver": type(solver).__name__, "chosen because": why}
+    if not _trees.is_traced((rtol, atol)):
+        settings |= {"rtol": float(rtol), "atol": float(atol)}
+    gradient_stop = isinstance(stop, float | int) and not isinstance(stop, bool)
+    return trim(_as_trajectory(problem, model, path, settings, gradient_stop))
+
+
+def default_atol(model: Params, rtol: Scalar) -> Scalar:
+    """Default absolute tolerance: rtol / 10 times the size of the initial parameters.
+
+    Size is their root mean square, at most 1. A start at exactly zero has no size; it
+    is at rest if zero is critical, and otherwise moves at once, and gets 1e-3.
+    """
+    num = _trees.num_params(model)
+    size = (_trees.norm(model) / num**0.5).astype(rtol.dtype)
+    return 0.1 * rtol * jnp.where(size > 0, jnp.minimum(size, 1.0), 1e-3)
+
+
+def _choose_solver(
+    solver: diffrax.AbstractSolver | None,
+    rtol: Scalar,
+    atol: Scalar,
+    t0: Scalar,
+    t1: Scalar,
+) -> tuple[diffrax.AbstractSolver, diffrax.AbstractStepSizeController, str]:
+    # Below this step the solver stands still: the gradient is not finite ahead.
+    smallest = 2.0**-50 * (t1 - t0)
+    if solver is None:
+        solver, why = diffrax.Tsit5(), "default"
+    else:
+        why = "given by the caller"
+    return solver, diffrax.PIDController(rtol, atol, dtmin=smallest), why
+
+
+def _as_trajectory(
+    problem: Problem,
+    model: Params,
+    path: Path,
+    settings: dict[str, Any],
+    gradient_stop: bool,
+) -> Trajectory:
+    ts, rows = repeat_last(path.ts, path.rows, path.count)
+    if problem.keep_models:
+        differentiable = _trees.is_traced(rows)
+        models, measured = rows, measure_rows(
+            problem, rows, path.count, differentiable
+        )
+    else:
+        measured = rows
+        models = jtu.tree_map(
+            lambda first, last: jnp.stack([first, last]), model, path.y_end
+        )
+    sizes = jnp.maximum(_trees.norm(model), _trees.norm(path.y_end))
+    allowed = allowed_rise(
+        measured.loss[:-1],
+        measured.grad_norm[:-1],
+        sizes,
+        _trees.num_params(model),
+        problem.rtol,
+        problem.atol,
+    )
+    loss_rise = jnp.max(measured.loss[1:] - measured.loss[:-1] - allowed)
+    outcome = path.outcome
+    if gradient_stop:
+        outcome = Outcome.where(
+            outcome == Outcome.stopped, Outcome.stationary, outcome
+        )
+    kept_going = (
+        (outcome == Outcome.reached_t1)
+        | (outcome == Outcome.stationary)
+        | (outcome == Outcome.stopped)
+        | (outcome == Outcome.max_steps_reached)
+    )
+    outcome = Outcome.where(
+        kept_going & (loss_rise > 0), Outcome.loss_increased, outcome
+    )
+    return Trajectory(
+        ts=ts,
+        models=models,
+        losses=measured.loss,
+        grad_norms=measured.grad_norm,
+        observables=measured.observables,
+        outcome=outcome,
+        num_saved=path.count,
+        loss_rise=loss_rise,
+        stats=path.stats,
+        settings=settings,
+    )
+
+
+def _as_array(leaf: Any) -> Any:
+    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _as_save(save: Save | ArrayLike | int | None) -> Save:
+    if save is None:
+        return Save()
+    if isinstance(save, Save):
+        return save
+    if isinstance(save, bool):
+        raise ValueError("save must be times, an integer n or a Save; got a boolean.")
+    if isinstance(save, int):
+        return Save(every=save)
+    return Save(save)
+
+
+def _as_event(stop: Any) -> diffrax.Event | None:
+    if stop is None or isinstance(stop, diffrax.Event):
+        return stop
+    if isinstance(stop, float | int) and not isinstance(stop, bool):
+        if not stop > 0:
+            raise ValueError(f"stop, a gradient norm, must be positive; got {stop}.")
+        return diffrax.Event(_GradientBelow(jnp.asarray(float(stop))))
+    if not callable(stop):
+        raise ValueError(
+            "stop must be a gradient norm, a function (t, model), or a diffrax.Event; "
+            f"got {type(stop).__name__}."
+        )
+    return diffrax.Event(_UserStop(stop), optx.Newton(1e-10, 1e-10))
+
+
+class _GradientBelow(eqx.Module):
+    tolerance: Scalar
+
+    def __call__(self, t, y, args, **kwargs):
+        del t, kwargs
+        norm = _trees.norm(gradient(args, y))
+        return norm < self.tolerance.astype(norm.dtype)
+
+
+class _UserStop(eqx.Module):
+    function: Callable
+
+    def __call__(self, t, y, args, **kwargs):
+        del args, kwargs
+        return self.function(t, y)
+
+
+def _interior(ts: Array, t0: Scalar, t1: Scalar) -> Array:
+    """Times strictly between t0 and t1; both ends are always kept besides."""
+    if _trees.is_traced((ts, t0, t1)):
+        return ts
+    inside = np.asarray(ts)
+    return jnp.asarray(inside[(inside > float(t0)) & (inside < float(t1))])
+
+
+def _check_numbers(t0, t1, rtol, atol, save: Save, max_steps: int) -> None:
+    if max_steps < 1:
+        raise ValueError(f"max_steps must be at least 1; got {max_steps}.")
+    if _trees.is_traced((t0, t1, rtol, atol, save.ts)):
+        return
+    if not (math.isfinite(t0) and math.isfinite(t1) and t0 < t1):
+        raise ValueError(f"t1 must be finite and after t0 = {t0}; got t1 = {t1}.")
+    if not 0 < rtol < 1:
+        raise ValueError(f"rtol must lie between 0 and 1; got {rtol}.")
+    if atol is not None and not (atol >= 0 and math.isfinite(atol)):
+        raise ValueError(f"atol must be finite and not negative; got {atol}.")
+    if save.ts is not None:
+        ts = np.asarray(save.ts)
+        if ts.ndim != 1 or np.any(np.diff(ts) <= 0) or not np.all(np.isfinite(ts)):
+            raise ValueError("save times must be finite and increasing.")
+        if ts.size and not (t0 <= ts[0] and ts[-1] <= t1):
+            raise ValueError(
+                f"save times must lie in [{t0}, {t1}]; got {ts[0]} ... {ts[-1]}."
+            )
+
+
+def _check_objective(objective: Objective, model: Params) -> None:
+    value = jax.eval_shape(objective, model)
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape != () or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            "objective must return a real scalar; it returned "
+            f"{dtype} of shape {shape}."
+        )
