@@ -15,6 +15,7 @@ multiple of a gradient, a dense Hessian n products and n^2 numbers of memory.
 
 from collections.abc import Callable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -28,9 +29,7 @@ def gradient(objective: Objective, params: Params) -> Params:
     return jax.grad(objective)(params)
 
 
-def value_and_grad_norm(
-    objective: Objective, params: Params
-) -> tuple[Scalar, Scalar]:
+def value_and_grad_norm(objective: Objective, params: Params) -> tuple[Scalar, Scalar]:
     """Objective and Euclidean norm of its gradient, from one evaluation."""
     value, grad = jax.value_and_grad(objective)(params)
     return value, _trees.norm(grad)
@@ -66,15 +65,12 @@ def hessian(
     Returns:
         The (n, n) matrix (H + H^T) / 2; automatic differentiation leaves an asymmetry
         of round-off size.
+
+    Compiled once per objective and shapes.
     """
-    flat, unravel = _trees.ravel(params)
-    size = flat.size
-    _, product = jax.linearize(jax.grad(lambda v: objective(unravel(v))), flat)
-    if batch_size is None:
-        batch_size = max(1, min(size, 2**22 // max(size, 1)))
-    identity = jnp.eye(size, dtype=flat.dtype)
-    dense = jax.lax.map(product, identity, batch_size=batch_size)
-    return 0.5 * (dense + dense.T)
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1; got {batch_size}.")
+    return _hessian(objective, params, batch_size)
 
 
 def directional_derivatives(
@@ -98,3 +94,15 @@ def directional_derivatives(
         function = jax.jacfwd(function)
         derivatives.append(function(zero))
     return tuple(derivatives)
+
+
+@eqx.filter_jit
+def _hessian(objective, params, batch_size):
+    flat, unravel = _trees.ravel(params)
+    size = flat.size
+    _, product = jax.linearize(jax.grad(lambda v: objective(unravel(v))), flat)
+    if batch_size is None:
+        batch_size = max(1, min(size, 2**22 // max(size, 1)))
+    identity = jnp.eye(size, dtype=flat.dtype)
+    dense = jax.lax.map(product, identity, batch_size=batch_size)
+    return 0.5 * (dense + dense.T)

@@ -33,7 +33,7 @@ def weighted_attention(
     `weights`_j: scores of zero-weight tokens take no part, in value and in gradient.
     """
     present = weights > 0
-    log_weights = jnp.log(jnp.where(present, weights, 1.0))
+    log_weights = jnp.log(jnp.where(present, weights, 1.0)).astype(scores.dtype)
     return jax.nn.softmax(jnp.where(present, scores + log_weights, -jnp.inf), axis=-1)
 
 
@@ -58,11 +58,11 @@ class PopulationLoss(eqx.Module):
 
     def attention(self, model: AttentionModel) -> Float[Array, "d d"]:
         """A_ij, the attention that query token i pays to key token j; rows sum to 1."""
+        self._check_vocab(model)
         return weighted_attention(model.attention_logits(), self.chain.stationary)
 
     def logits(self, model: AttentionModel) -> Float[Array, "d d"]:
         """Z_i, the next-token logits after token i."""
-        self._check_vocab(model)
         return (self.attention(model) @ model.W0) @ model.W1
 
     def predictions(self, model: AttentionModel) -> Float[Array, "d d"]:
@@ -90,7 +90,9 @@ class SampleLoss(eqx.Module):
     per position; it equals the literal masked softmax to round-off.
 
     Memory is the (N, d) table of counts for the vocabulary of the model; for millions
-    of windows, stream them in batches.
+    of windows, stream them in batches. Token numbers are checked where their values are
+    known; traced, a target outside the vocabulary makes the loss NaN, and a context
+    token outside it is left out.
     """
 
     tokens: Int[Array, "N s"]
@@ -98,7 +100,7 @@ class SampleLoss(eqx.Module):
 
     def __init__(self, tokens: Int[Array, "N s"], targets: Int[Array, " N"]):
         for name, value, ndim in (("tokens", tokens, 2), ("targets", targets, 1)):
-            shape, dtype = np.shape(value), jnp.result_type(value)
+            shape, dtype = np.shape(value), jnp.asarray(value).dtype
             if len(shape) != ndim or not jnp.issubdtype(dtype, jnp.integer):
                 expected = "(N, s)" if ndim == 2 else "(N,)"
                 raise ValueError(
@@ -113,7 +115,8 @@ class SampleLoss(eqx.Module):
         self.tokens = jnp.asarray(tokens)
         self.targets = jnp.asarray(targets)
         if not _trees.is_traced((self.tokens, self.targets)):
-            lowest = min(int(self.tokens.min()), int(self.targets.min()))
+            # NumPy, because under `jit` JAX would trace the minimum of a constant.
+            lowest = min(np.asarray(x).min() for x in (self.tokens, self.targets))
             if lowest < 0:
                 raise ValueError(f"token numbers must not be negative; got {lowest}.")
 
@@ -133,7 +136,7 @@ class SampleLoss(eqx.Module):
     def _check_vocab(self, model: AttentionModel) -> None:
         if _trees.is_traced((self.tokens, self.targets)):
             return
-        largest = max(int(self.tokens.max()), int(self.targets.max()))
+        largest = max(np.asarray(x).max() for x in (self.tokens, self.targets))
         if largest >= model.vocab:
             raise ValueError(
                 f"the windows hold token {largest} but the model has vocab "

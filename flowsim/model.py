@@ -20,7 +20,10 @@ import math
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from . import _trees
 
 
 class AttentionModel(eqx.Module):
@@ -42,6 +45,9 @@ class AttentionModel(eqx.Module):
 
     def __check_init__(self):
         leaves = (self.W0, self.W1, self.WQ, self.WK)
+        for name, leaf in zip(("W0", "W1", "WQ", "WK"), leaves, strict=True):
+            if isinstance(leaf, list | tuple | int | float):
+                raise ValueError(f"{name} must be an array; got {type(leaf).__name__}.")
         if not all(hasattr(leaf, "shape") for leaf in leaves):
             return  # A tree of specifications or gradients' None: nothing to check.
         shapes = [tuple(leaf.shape) for leaf in leaves]
@@ -53,6 +59,10 @@ class AttentionModel(eqx.Module):
             raise ValueError(
                 "W0 (d, m), W1 (m, d), WQ (m, k), WK (m, k) must agree in d, m and k; "
                 f"got W0 {shapes[0]}, W1 {shapes[1]}, WQ {shapes[2]}, WK {shapes[3]}."
+            )
+        if len({shape[:-2] for shape in shapes}) > 1:
+            raise ValueError(
+                f"W0, W1, WQ, WK must have the same leading axes; got shapes {shapes}."
             )
         for name, leaf in zip(("W0", "W1", "WQ", "WK"), leaves, strict=True):
             if hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -82,10 +92,19 @@ class AttentionModel(eqx.Module):
             dtype: floating-point type; JAX's current default when absent.
         """
         key_width = width if key_width is None else key_width
-        for name, size in (("vocab", vocab), ("width", width), ("key_width", key_width)):
-            if size < 1:
+        for name, size in (
+            ("vocab", vocab),
+            ("width", width),
+            ("key_width", key_width),
+        ):
+            if not isinstance(size, int | np.integer) or size < 1:
                 raise ValueError(f"{name} must be a positive integer; got {size}.")
-        shapes = ((vocab, width), (width, vocab), (width, key_width), (width, key_width))
+        shapes = (
+            (vocab, width),
+            (width, vocab),
+            (width, key_width),
+            (width, key_width),
+        )
         dtype = jnp.result_type(float) if dtype is None else dtype
         matrices = (
             scale * jax.random.normal(subkey, shape, dtype)
@@ -119,7 +138,24 @@ class AttentionModel(eqx.Module):
 
         Causal: position t attends to positions 0 ... t. The last row is the
         prediction that the losses use.
+
+        Raises:
+            ValueError: if `tokens` is not a vector of integers, or, where its values
+                are known, holds a number outside 0 ... d - 1.
         """
+        tokens = jnp.asarray(tokens)
+        if tokens.ndim != 1 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(
+                "tokens must be integers of shape (s,); "
+                f"got {tokens.dtype} of shape {tokens.shape}."
+            )
+        if not _trees.is_traced(tokens):
+            values = np.asarray(tokens)
+            outside = values[(values < 0) | (values >= self.vocab)]
+            if outside.size:
+                raise ValueError(
+                    f"tokens must lie in 0 ... {self.vocab - 1}; got {outside[0]}."
+                )
         scores = self.attention_logits()[tokens[:, None], tokens[None, :]]
         causal = jnp.tril(jnp.ones(scores.shape, bool))
         weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
