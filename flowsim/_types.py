@@ -19,10 +19,12 @@ there.
 
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 Params: TypeAlias = PyTree[Float[Array, "..."]]
 Scalar: TypeAlias = Float[Array, ""]
+RealLike: TypeAlias = float | np.ndarray | np.floating | Array
 
 
 class Objective(Protocol):

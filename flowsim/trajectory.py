@@ -1,9 +1,10 @@
 """What a run leaves behind: saved points along a path, and how the run ended.
 
 `Trajectory` is the record that the exact flow and the optimiser loops both return.
-`Thinning` is the buffer that decides, while a run goes on, which accepted steps to keep:
-many in a burst, few on a plateau, never more than a fixed number. Files are not written
-here (see `flowsim.records`), and nothing is integrated here (see `flowsim.flow`).
+`Thinning` is the buffer that decides, while a run goes on, which accepted steps to
+keep: many in a burst, few on a plateau, never more than a fixed number. Files are not
+written here (see `flowsim.records`), and nothing is integrated here (see
+`flowsim.flow`).
 
 >>> import jax.numpy as jnp, flowsim as fs
 >>> run = fs.gradient_flow(lambda y: 0.5 * jnp.sum(y**2), jnp.ones(2), t1=1.0)
@@ -98,13 +99,15 @@ class Trajectory(eqx.Module):
         if _trees.is_traced((self.ts, self.losses)) or self.ts.ndim != 1:
             return f"Trajectory(batch or traced, ts {self.ts.shape})"
         last = int(self.num_saved) - 1
+
+        def ends(values: Array, form: str) -> str:
+            return f"{float(values[0]):{form}} ... {float(values[last]):{form}}"
+
         rows = {
             "outcome": Outcome[self.outcome],
-            self.time_unit: f"{float(self.ts[0]):g} ... {float(self.ts[last]):g}",
-            "loss": f"{float(self.losses[0]):.8g} ... {float(self.losses[last]):.8g}",
-            "|grad|": (
-                f"{float(self.grad_norms[0]):.3e} ... {float(self.grad_norms[last]):.3e}"
-            ),
+            self.time_unit: ends(self.ts, "g"),
+            "loss": ends(self.losses, ".8g"),
+            "|grad|": ends(self.grad_norms, ".3e"),
             "saved": f"{last + 1} points",
             **{key: str(value) for key, value in self.stats.items()},
             **{key: str(value) for key, value in self.settings.items()},
@@ -129,6 +132,7 @@ class Thinning(eqx.Module):
     ts: Float[Array, " capacity"]
     rows: PyTree[Array]
     lengths: Float[Array, " capacity"]
+    total: Float[Array, ""]
     count: Int[Array, ""]
     bin_width: Float[Array, ""]
 
@@ -141,6 +145,7 @@ class Thinning(eqx.Module):
                 lambda leaf: jnp.broadcast_to(leaf, (capacity, *leaf.shape)), row
             ),
             lengths=jnp.zeros((capacity,), t0.dtype),
+            total=jnp.zeros((), t0.dtype),
             count=jnp.ones((), jnp.int32),
             bin_width=jnp.zeros((), t0.dtype),
         )
@@ -152,6 +157,7 @@ class Thinning(eqx.Module):
             ts=self.ts[index],
             rows=jtu.tree_map(lambda leaf: leaf[index], self.rows),
             lengths=self.lengths[index],
+            total=self.total,
             count=self.count,
             bin_width=self.bin_width,
         )
@@ -170,10 +176,11 @@ class Thinning(eqx.Module):
                 rows that are not there.
         """
         capacity = self.ts.shape[0]
-        last = self.lengths[self.count - 1]
-        new_lengths = last + jnp.cumsum(increments)
+        new_lengths = self.total + jnp.cumsum(increments)
         lengths = jnp.concatenate([self.lengths, new_lengths])
-        valid = jnp.concatenate([jnp.arange(capacity, dtype=jnp.int32) < self.count, wanted])
+        valid = jnp.concatenate(
+            [jnp.arange(capacity, dtype=jnp.int32) < self.count, wanted]
+        )
 
         def keep(width: Float[Array, ""]) -> Bool[Array, " rows"]:
             safe = jnp.where(width > 0, width, 1.0)
@@ -204,6 +211,7 @@ class Thinning(eqx.Module):
             ts=gather(self.ts, ts),
             rows=jtu.tree_map(gather, self.rows, rows),
             lengths=lengths[order],
+            total=new_lengths[-1],
             count=count,
             bin_width=bin_width,
         )
@@ -224,8 +232,8 @@ def trim(run: Trajectory) -> Trajectory:
     count = int(run.num_saved)
 
     def cut(leaf: Array) -> Array:
-        # Through NumPy: a sliced jax array would compile anew for every length.
-        return jnp.asarray(np.asarray(leaf)[:count])
+        # Through NumPy: slicing a JAX array would compile anew for every length.
+        return jax.device_put(np.asarray(leaf)[:count])
 
     keeps_models = jtu.tree_leaves(run.models)[0].shape[0] == run.ts.shape[0]
     return eqx.tree_at(

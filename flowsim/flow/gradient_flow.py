@@ -1,20 +1,6 @@
-"""Exact gradient flow: theta'(t) = -grad L(theta), for any objective and any pytree.
+"""`gradient_flow`: check, choose tolerances and solver, integrate, conclude."""
 
-The integration is Diffrax's. What is added is what a flow from saddle to saddle needs:
-tolerances that follow the size of the start, records that are dense in bursts and sparse
-on plateaus, a loss that is watched (it must never rise), and an outcome for everything
-that can go wrong, with the path up to there.
-
-Left out: optimisers with momentum or noise (see `flowsim.training`), and the search for
-the critical points a run passes (see `flowsim.critical`).
-
->>> import jax.numpy as jnp, flowsim as fs
->>> saddle = lambda y: 0.5 * (1.0 - y[0] * y[1]) ** 2
->>> run = fs.gradient_flow(saddle, jnp.full(2, 1e-3), t1=20.0, rtol=1e-6)
->>> bool(run.succeeded), bool(run.losses[-1] < 1e-6)
-(True, True)
-"""
-
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -28,18 +14,13 @@ import numpy as np
 import optimistix as optx
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
-from . import _trees
-from ._types import Objective, Params, Scalar
-from .derivatives import gradient
-from .integration import (
-    Path,
-    Problem,
-    allowed_rise,
-    measure_rows,
-    solve_at_times,
-    solve_in_blocks,
-)
-from .trajectory import Outcome, Trajectory, repeat_last, trim
+from .. import _trees
+from .._types import Objective, Params, RealLike, Scalar
+from ..derivatives import gradient
+from ..trajectory import Outcome, Trajectory, repeat_last, trim
+from .blocks import solve_in_blocks
+from .problem import Path, Problem, allowed_rise, measure_rows
+from .times import solve_at_times
 
 _BUFFER_NUMBERS = 2**26  # Numbers of the default record, 0.5 GB in double precision.
 
@@ -82,11 +63,11 @@ def gradient_flow(
     objective: Objective,
     model: Params,
     *,
-    t0: float = 0.0,
-    t1: float,
+    t0: RealLike = 0.0,
+    t1: RealLike,
     solver: diffrax.AbstractSolver | None = None,
-    rtol: float = 1e-6,
-    atol: float | None = None,
+    rtol: RealLike = 1e-6,
+    atol: RealLike | None = None,
     save: Save | ArrayLike | int | None = None,
     observe: Callable[[Any], PyTree[Array]] | None = None,
     stop: float | Callable[[Scalar, Any], Any] | diffrax.Event | None = None,
@@ -99,7 +80,8 @@ def gradient_flow(
         objective: pure function from the parameter pytree to a scalar.
         model: initial parameters; every leaf a floating-point array.
         t0, t1: flow times, t0 < t1.
-        solver: any Diffrax ODE solver; by default one is chosen (`settings` says which).
+        solver: any adaptive Diffrax ODE solver; by default one is chosen, and the
+            result's `settings` say which and why.
         rtol: relative tolerance of one step, per component.
         atol: absolute tolerance of one step. Default: rtol / 10 times the root mean
             square of the initial parameters (at most 1), because the saddles amplify
@@ -130,32 +112,31 @@ def gradient_flow(
     Differentiation: with `save` given as times, reverse mode works for explicit
     solvers; otherwise use forward mode.
     """
-    time_dtype = jnp.result_type(float)
-    t0, t1 = jnp.asarray(t0, time_dtype), jnp.asarray(t1, time_dtype)
     model = jtu.tree_map(_as_array, model)
     _trees.check_params(model)
     save = _as_save(save)
     _check_numbers(t0, t1, rtol, atol, save, max_steps)
     _check_objective(objective, model)
-    rtol = jnp.asarray(rtol, time_dtype)
-    atol = default_atol(model, rtol) if atol is None else jnp.asarray(atol, time_dtype)
-    solver, controller, why = _choose_solver(solver, rtol, atol, t0, t1)
+    start, end = _real(t0), _real(t1)
+    relative = _real(rtol)
+    absolute = default_atol(model, relative) if atol is None else _real(atol)
+    solver, controller, why = _choose_solver(solver, relative, absolute, start, end)
     problem = Problem(
         objective=objective,
         solver=solver,
         controller=controller,
         event=_as_event(stop),
         observe=observe,
-        rtol=rtol,
-        atol=atol,
+        rtol=relative,
+        atol=absolute,
         keep_models=save.models,
     )
     if save.ts is None:
         path = solve_in_blocks(
             problem,
             model,
-            t0,
-            t1,
+            start,
+            end,
             at_most=min(save.at_most, _BUFFER_NUMBERS // _trees.num_params(model)),
             every=save.every,
             max_steps=max_steps,
@@ -165,19 +146,21 @@ def gradient_flow(
         path = solve_at_times(
             problem,
             model,
-            t0,
-            t1,
-            _interior(save.ts, t0, t1),
+            start,
+            end,
+            _interior(save.ts, start, end),
             max_steps=max_steps,
             progress=progress,
         )
     settings = {"solver": type(solver).__name__, "chosen because": why}
-    if not _trees.is_traced((rtol, atol)):
-        settings |= {"rtol": float(rtol), "atol": float(atol)}
+    if not _trees.is_traced((relative, absolute)):
+        settings |= {"rtol": float(relative), "atol": float(absolute)}
     gradient_stop = isinstance(stop, float | int) and not isinstance(stop, bool)
-    return trim(_as_trajectory(problem, model, path, settings, gradient_stop))
+    run = _as_trajectory(problem, model, path, gradient_stop, _trees.is_traced(path))
+    return trim(dataclasses.replace(run, settings=settings))
 
 
+@eqx.filter_jit
 def default_atol(model: Params, rtol: Scalar) -> Scalar:
     """Default absolute tolerance: rtol / 10 times the size of the initial parameters.
 
@@ -205,29 +188,28 @@ def _choose_solver(
     return solver, diffrax.PIDController(rtol, atol, dtmin=smallest), why
 
 
+@eqx.filter_jit
 def _as_trajectory(
     problem: Problem,
     model: Params,
     path: Path,
-    settings: dict[str, Any],
     gradient_stop: bool,
+    differentiable: bool,
 ) -> Trajectory:
+    """Measure the saved rows and check that the loss fell along them."""
     ts, rows = repeat_last(path.ts, path.rows, path.count)
     if problem.keep_models:
-        differentiable = _trees.is_traced(rows)
-        models, measured = rows, measure_rows(
-            problem, rows, path.count, differentiable
-        )
+        models = rows
+        measured = measure_rows(problem, rows, path.count, differentiable)
     else:
         measured = rows
         models = jtu.tree_map(
             lambda first, last: jnp.stack([first, last]), model, path.y_end
         )
-    sizes = jnp.maximum(_trees.norm(model), _trees.norm(path.y_end))
     allowed = allowed_rise(
         measured.loss[:-1],
         measured.grad_norm[:-1],
-        sizes,
+        jnp.maximum(_trees.norm(model), _trees.norm(path.y_end)),
         _trees.num_params(model),
         problem.rtol,
         problem.atol,
@@ -235,18 +217,14 @@ def _as_trajectory(
     loss_rise = jnp.max(measured.loss[1:] - measured.loss[:-1] - allowed)
     outcome = path.outcome
     if gradient_stop:
-        outcome = Outcome.where(
-            outcome == Outcome.stopped, Outcome.stationary, outcome
-        )
-    kept_going = (
+        outcome = Outcome.where(outcome == Outcome.stopped, Outcome.stationary, outcome)
+    unaware = (
         (outcome == Outcome.reached_t1)
         | (outcome == Outcome.stationary)
         | (outcome == Outcome.stopped)
         | (outcome == Outcome.max_steps_reached)
     )
-    outcome = Outcome.where(
-        kept_going & (loss_rise > 0), Outcome.loss_increased, outcome
-    )
+    outcome = Outcome.where(unaware & (loss_rise > 0), Outcome.loss_increased, outcome)
     return Trajectory(
         ts=ts,
         models=models,
@@ -257,8 +235,13 @@ def _as_trajectory(
         num_saved=path.count,
         loss_rise=loss_rise,
         stats=path.stats,
-        settings=settings,
+        settings={},
     )
+
+
+def _real(value: RealLike) -> Scalar:
+    """A number as an array of the default floating-point type."""
+    return jnp.asarray(value, jnp.result_type(float))
 
 
 def _as_array(leaf: Any) -> Any:
@@ -340,9 +323,8 @@ def _check_numbers(t0, t1, rtol, atol, save: Save, max_steps: int) -> None:
 
 def _check_objective(objective: Objective, model: Params) -> None:
     value = jax.eval_shape(objective, model)
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if shape != () or not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(
-            "objective must return a real scalar; it returned "
-            f"{dtype} of shape {shape}."
-        )
+    real = getattr(value, "shape", None) == () and jnp.issubdtype(
+        value.dtype, jnp.floating
+    )
+    if not real:
+        raise ValueError(f"objective must return a real scalar; it returned {value}.")

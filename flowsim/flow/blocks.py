@@ -1,4 +1,4 @@
-"""The integration behind `flowsim.flow`: Diffrax in blocks, rows out.
+"""The block loop: Diffrax in blocks of steps, thinned rows out.
 
 A run is a sequence of `diffrax.diffeqsolve` calls of at most a few hundred steps each,
 every one continuing from the solver and controller state of the last. Between blocks
@@ -17,78 +17,22 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from tqdm import tqdm
 
-from . import _trees
-from ._types import Objective, Params, Scalar
-from .derivatives import gradient, value_and_grad_norm
-from .trajectory import Outcome, Thinning
+from .. import _trees
+from .._types import Params, Scalar
+from ..derivatives import value_and_grad_norm
+from ..trajectory import Outcome, Thinning
+from .problem import (
+    TERM,
+    Path,
+    Problem,
+    allowed_rise,
+    measure,
+    outcome_of,
+    solver_statistics,
+)
 
 _BLOCK_STEPS = 512  # Solver steps between two looks from outside.
 _BLOCK_NUMBERS = 2**24  # Numbers in one block of rows: bounds memory for large models.
-
-
-class Problem(eqx.Module):
-    """Everything that defines a run, except its start and its times."""
-
-    objective: Objective
-    solver: diffrax.AbstractSolver
-    controller: diffrax.AbstractStepSizeController
-    event: diffrax.Event | None
-    observe: Callable[[Any], PyTree[Array]] | None
-    rtol: Scalar
-    atol: Scalar
-    keep_models: bool = eqx.field(static=True)
-
-
-class Measurement(eqx.Module):
-    """What is known at one saved point besides the parameters."""
-
-    loss: Scalar
-    grad_norm: Scalar
-    observables: PyTree
-
-
-class Path(eqx.Module):
-    """Rows of a run: a fixed number, of which `count` are in use."""
-
-    ts: Float[Array, " rows"]
-    rows: PyTree[Array]
-    count: Int[Array, ""]
-    t_end: Scalar
-    y_end: Params
-    outcome: Outcome
-    stats: dict[str, Any]
-
-
-def descent(t: Scalar, y: Params, objective: Objective) -> Params:
-    """The vector field -grad L of the flow, in Diffrax's argument order."""
-    del t
-    return _trees.scale(-1.0, gradient(objective, y))
-
-
-def measure(problem: Problem, y: Params) -> Measurement:
-    """Loss, gradient norm and observables at one point."""
-    loss, grad_norm = value_and_grad_norm(problem.objective, y)
-    observables = None if problem.observe is None else problem.observe(y)
-    return Measurement(loss=loss, grad_norm=grad_norm, observables=observables)
-
-
-def allowed_rise(
-    loss: Scalar, grad_norm: Scalar, size: Scalar, num: int, rtol: Scalar, atol: Scalar
-) -> Scalar:
-    """How far the loss may rise between neighbouring rows by integration error alone.
-
-    First order in the error |d theta| of one step, plus a relative rtol of the loss, a
-    quadratic term for minima whose loss is zero, and round-off.
-
-    Args:
-        size: Euclidean norm of the parameters.
-        num: number of parameters.
-    """
-    error = rtol * size + atol * num**0.5
-    round_off = 16 * jnp.finfo(loss.dtype).eps
-    relative = jnp.maximum(rtol.astype(loss.dtype), round_off)
-    error = error.astype(loss.dtype)
-    return relative * jnp.abs(loss) + grad_norm * error + error**2
 
 
 class _Resumable(diffrax.AbstractAdaptiveStepSizeController[Any, Any]):
@@ -101,7 +45,7 @@ class _Resumable(diffrax.AbstractAdaptiveStepSizeController[Any, Any]):
     controller: Any
     rtol: Any
     atol: Any
-    norm: Callable
+    norm: Any
 
     def wrap(self, direction):
         return _Resumable(
@@ -124,7 +68,7 @@ class _Resumable(diffrax.AbstractAdaptiveStepSizeController[Any, Any]):
 
 
 def _resumable(problem: Problem) -> _Resumable:
-    norm = getattr(problem.controller, "norm", diffrax.PIDController(1e-3, 1e-6).norm)
+    norm: Any = getattr(problem.controller, "norm", None)
     return _Resumable(problem.controller, problem.rtol, problem.atol, norm)
 
 
@@ -143,22 +87,19 @@ class _Carry(eqx.Module):
     num_accepted: Int[Array, ""]
 
 
-_TERM = diffrax.ODETerm(descent)
-
-
 @eqx.filter_jit
 def _start(problem: Problem, y0: Params, t0: Scalar, t1: Scalar) -> _Carry:
     solver, controller = problem.solver, _resumable(problem)
-    order = solver.error_order(_TERM)
+    order = solver.error_order(TERM)
     t_next, controller_state = controller.init(
-        _TERM, t0, t1, y0, None, problem.objective, solver.func, order
+        TERM, t0, t1, y0, None, problem.objective, solver.func, order
     )
     loss, grad_norm = value_and_grad_norm(problem.objective, y0)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     t_next = jnp.where(finite, jnp.minimum(t_next, t1), t1)
-    solver_state = solver.init(_TERM, t0, t_next, y0, problem.objective)
+    solver_state = solver.init(TERM, t0, t_next, y0, problem.objective)
     row = y0 if problem.keep_models else measure(problem, y0)
-    return _Carry(
+    carry = _Carry(
         t=t0,
         y=y0,
         dt=t_next - t0,
@@ -172,6 +113,22 @@ def _start(problem: Problem, y0: Params, t0: Scalar, t1: Scalar) -> _Carry:
         num_steps=jnp.zeros((), jnp.int32),
         num_accepted=jnp.zeros((), jnp.int32),
     )
+    return _strongly_typed(carry)
+
+
+def _strongly_typed(carry: _Carry) -> _Carry:
+    """Turn Python scalars and weak types into arrays.
+
+    Diffrax leaves some in its initial states; the second block would compile anew.
+    """
+
+    def strong(leaf):
+        if eqx.is_array_like(leaf):
+            array = jnp.asarray(leaf)
+            return jax.lax.convert_element_type(array, array.dtype)
+        return leaf
+
+    return jtu.tree_map(strong, carry)
 
 
 def _advance(
@@ -188,7 +145,7 @@ def _advance(
         "end": diffrax.SubSaveAt(t1=True),
     }
     sol = diffrax.diffeqsolve(
-        _TERM,
+        TERM,
         problem.solver,
         carry.t,
         t1,
@@ -205,6 +162,7 @@ def _advance(
         controller_state=carry.controller_state,
     )
     assert sol.ts is not None and sol.ys is not None
+    controller_state: Any = sol.controller_state
     t, y = sol.ts["end"][0], jtu.tree_map(lambda leaf: leaf[0], sol.ys["end"])
     ts, rows = sol.ts["path"], sol.ys["path"]
     accepted = jnp.minimum(sol.stats["num_accepted_steps"], block).astype(jnp.int32)
@@ -220,19 +178,17 @@ def _advance(
         carry.loss, carry.grad_norm, _trees.norm(y), num, problem.rtol, problem.atol
     )
     ran_out = sol.result == diffrax.RESULTS.max_steps_reached
-    outcome = _outcome_of(sol.result)
-    outcome = Outcome.where(
-        ran_out & (accepted == 0), Outcome.step_too_small, outcome
-    )
+    outcome = outcome_of(sol.result)
+    outcome = Outcome.where(ran_out & (accepted == 0), Outcome.step_too_small, outcome)
     outcome = Outcome.where(loss > carry.loss + rise, Outcome.loss_increased, outcome)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     outcome = Outcome.where(finite, outcome, Outcome.not_finite)
-    return _Carry(
+    carry = _Carry(
         t=t,
         y=y,
-        dt=sol.controller_state[1],
+        dt=controller_state[1],
         solver_state=sol.solver_state,
-        controller_state=sol.controller_state,
+        controller_state=controller_state,
         store=carry.store.extend(ts, rows, increments, wanted),
         loss=loss,
         grad_norm=grad_norm,
@@ -241,22 +197,10 @@ def _advance(
         num_steps=num_steps,
         num_accepted=carry.num_accepted + accepted,
     )
+    return _strongly_typed(carry)
 
 
 _advance_jit = eqx.filter_jit(_advance)
-
-
-def _outcome_of(result: diffrax.RESULTS) -> Outcome:
-    outcome = Outcome.where(
-        result == diffrax.RESULTS.successful, Outcome.reached_t1, Outcome.solver_failed
-    )
-    for theirs, ours in (
-        (diffrax.RESULTS.max_steps_reached, Outcome.max_steps_reached),
-        (diffrax.RESULTS.event_occurred, Outcome.stopped),
-        (diffrax.RESULTS.dt_min_reached, Outcome.step_too_small),
-    ):
-        outcome = Outcome.where(result == theirs, ours, outcome)
-    return outcome
 
 
 def _path_increments(
@@ -286,7 +230,9 @@ def _path_increments(
     start = carry.store.ts[0]
     elapsed = jnp.where(before > start, (ts - before) / (ts - start), 1.0)
     increments = moved + 0.01 * elapsed
-    return jnp.where(jnp.arange(ts.shape[0], dtype=jnp.int32) < accepted, increments, 0.0)
+    return jnp.where(
+        jnp.arange(ts.shape[0], dtype=jnp.int32) < accepted, increments, 0.0
+    )
 
 
 def solve_in_blocks(
@@ -312,7 +258,8 @@ def solve_in_blocks(
         capacity = at_most + 1
     else:
         capacity = max_steps // every + 2 if traced else 2 * block + 1
-    carry = eqx.tree_at(lambda c: c.store, carry, carry.store.enlarged(capacity))
+    store = _enlarged(carry.store, capacity)
+    carry = eqx.tree_at(lambda c: c.store, carry, store)
     limit = num_blocks * block
     if traced:
         carry = jax.lax.while_loop(
@@ -322,6 +269,17 @@ def solve_in_blocks(
         )
     else:
         carry = _drive(problem, carry, t0, t1, block, limit, every, progress)
+    return _finish(problem, carry)
+
+
+@eqx.filter_jit
+def _enlarged(store: Thinning, capacity: int) -> Thinning:
+    return store.enlarged(capacity)
+
+
+@eqx.filter_jit
+def _finish(problem: Problem, carry: _Carry) -> Path:
+    """The saved rows, with the last state reached as the last of them."""
     store = carry.store
     new = carry.t > store.ts[store.count - 1]
     row = carry.y if problem.keep_models else measure(problem, carry.y)
@@ -380,120 +338,4 @@ def _grow(carry: _Carry, block: int) -> _Carry:
     capacity = carry.store.ts.shape[0]
     if int(carry.store.count) + block <= capacity:
         return carry
-    return eqx.tree_at(lambda c: c.store, carry, carry.store.enlarged(2 * capacity))
-
-
-@eqx.filter_jit
-def solve_at_times(
-    problem: Problem,
-    y0: Params,
-    t0: Scalar,
-    t1: Scalar,
-    ts: Float[Array, " times"],
-    *,
-    max_steps: int,
-    progress: bool,
-) -> Path:
-    """Integrate in one call and keep t0, the given times and the end."""
-
-    def row(t, y, args):
-        del t, args
-        return y if problem.keep_models else measure(problem, y)
-
-    subs = {"end": diffrax.SubSaveAt(t1=True)}
-    if ts.shape[0] > 0:
-        subs["times"] = diffrax.SubSaveAt(ts=ts, fn=row)
-    loss, grad_norm = value_and_grad_norm(problem.objective, y0)
-    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    meter = diffrax.TqdmProgressMeter() if progress else diffrax.NoProgressMeter()
-    sol = diffrax.diffeqsolve(
-        _TERM,
-        problem.solver,
-        t0,
-        t1,
-        None,
-        y0,
-        problem.objective,
-        saveat=diffrax.SaveAt(subs=subs, solver_state=True),
-        stepsize_controller=problem.controller,
-        event=problem.event,
-        max_steps=max_steps,
-        throw=False,
-        progress_meter=meter,
-    )
-    assert sol.ts is not None and sol.ys is not None
-    t_end, y_end = sol.ts["end"][0], jtu.tree_map(lambda x: x[0], sol.ys["end"])
-    first = y0 if problem.keep_models else measure(problem, y0)
-    last = y_end if problem.keep_models else measure(problem, y_end)
-    times, rows = sol.ts.get("times", ts), sol.ys.get("times")
-    count = 1 + jnp.sum(times < t_end, dtype=jnp.int32)
-    all_ts = jnp.concatenate([t0[None], times, t_end[None]]).at[count].set(t_end)
-
-    def join(start: Array, middle: Array | None, end: Array) -> Array:
-        parts = [start[None]] + ([] if middle is None else [middle]) + [end[None]]
-        return jnp.concatenate(parts).at[count].set(end)
-
-    if rows is None:
-        all_rows = jtu.tree_map(lambda a, b: join(a, None, b), first, last)
-    else:
-        all_rows = jtu.tree_map(join, first, rows, last)
-    outcome = _outcome_of(sol.result)
-    outcome = Outcome.where(finite, outcome, Outcome.not_finite)
-    return Path(
-        ts=all_ts,
-        rows=all_rows,
-        count=count + 1,
-        t_end=t_end,
-        y_end=y_end,
-        outcome=outcome,
-        stats={
-            key: sol.stats[key]
-            for key in ("num_steps", "num_accepted_steps", "num_rejected_steps")
-        }
-        | solver_statistics(sol.solver_state),
-    )
-
-
-def solver_statistics(solver_state: PyTree) -> dict[str, Any]:
-    """Counters that a solver keeps in its state, if it keeps any."""
-    statistics = getattr(solver_state, "statistics", None)
-    return {} if statistics is None else dict(statistics)
-
-
-@eqx.filter_jit
-def measure_rows(
-    problem: Problem, models: Params, count: Int[Array, ""], differentiable: bool
-) -> Measurement:
-    """Measure the first `count` rows; later rows repeat row `count - 1`.
-
-    In batches, so that memory stays bounded and no time goes into unused rows.
-    """
-    rows = jtu.tree_leaves(models)[0].shape[0]
-    num = _trees.num_params(models) // rows
-    batch = max(1, min(rows, 256, 2**20 // num))
-    index = jnp.minimum(jnp.arange(-(-rows // batch) * batch, dtype=jnp.int32), count - 1)
-    index = index.reshape(-1, batch)
-
-    def one_batch(which: Int[Array, " batch"]) -> Measurement:
-        chosen = jtu.tree_map(lambda leaf: leaf[which], models)
-        return jax.vmap(lambda y: measure(problem, y))(chosen)
-
-    if differentiable:
-        batches = jax.lax.map(one_batch, index)
-    else:
-        struct = jax.eval_shape(one_batch, index[0])
-        empty = jtu.tree_map(
-            lambda s: jnp.zeros((index.shape[0], *s.shape), s.dtype), struct
-        )
-
-        def body(i, batches):
-            return jtu.tree_map(
-                lambda all_, new: all_.at[i].set(new), batches, one_batch(index[i])
-            )
-
-        batches = jax.lax.fori_loop(0, (count - 1) // batch + 1, body, empty)
-    flat = jtu.tree_map(
-        lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batches
-    )
-    last = jnp.minimum(jnp.arange(rows, dtype=jnp.int32), count - 1)
-    return jtu.tree_map(lambda leaf: leaf[last], flat)
+    return eqx.tree_at(lambda c: c.store, carry, _enlarged(carry.store, 2 * capacity))
