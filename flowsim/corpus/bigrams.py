@@ -148,7 +148,7 @@ def read_table(file: IO[bytes], name: str) -> BigramTable:
     if table.counts.shape != (size, size) or table.counts.dtype.kind not in "iu":
         raise ValueError(
             f"{name} is not a table of bigram counts: counts must be integers of shape "
-            f"({size}, {size}) for its {size} tokens; got {table.counts.dtype} of shape "
+            f"({size}, {size}) for {size} tokens; got {table.counts.dtype} of shape "
             f"{table.counts.shape}."
         )
     return table
