@@ -1,1 +1,47 @@
-"""flowsim: exact gradient flow, its saddles and their spectra, theory against it."""
+"""flowsim: exact gradient flow, its saddles and their spectra, theory against both.
+
+theta' = -grad L(theta) for any objective L on any pytree of arrays, with the one-layer
+transformer of "Focus and Dilution" (Chen, Lin, Xu and Luo, arXiv:2605.01199) as the
+first subject. Importing the package changes no setting of JAX: turn double precision
+on yourself, `jax.config.update("jax_enable_x64", True)`.
+"""
+
+from . import theory
+from .corpus import load_chain
+from .diagnostics import Diagnostics, diagnose, embedding_path
+from .flow import Save, gradient_flow
+from .loss import PopulationLoss, SampleLoss
+from .markov import (
+    MarkovChain,
+    chain_from_counts,
+    lazy_chain,
+    metropolis_chain,
+    two_level_law,
+)
+from .model import AttentionModel
+from .records import load_trajectory, save_trajectory
+from .trajectory import Outcome, Trajectory
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionModel",
+    "Diagnostics",
+    "MarkovChain",
+    "Outcome",
+    "PopulationLoss",
+    "SampleLoss",
+    "Save",
+    "Trajectory",
+    "chain_from_counts",
+    "diagnose",
+    "embedding_path",
+    "gradient_flow",
+    "lazy_chain",
+    "load_chain",
+    "load_trajectory",
+    "metropolis_chain",
+    "save_trajectory",
+    "theory",
+    "two_level_law",
+]
