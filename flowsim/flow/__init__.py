@@ -15,6 +15,6 @@ the critical points a run passes (see `flowsim.critical`).
 (True, True)
 """
 
-from .gradient_flow import Save, default_atol, gradient_flow
+from .solve import Save, default_atol, gradient_flow
 
 __all__ = ["Save", "default_atol", "gradient_flow"]

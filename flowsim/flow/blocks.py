@@ -6,7 +6,6 @@ the rows are thinned, the loss is watched, and an interruption keeps what was co
 Inside `jax.jit` the same block is the body of one `lax.while_loop`.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import diffrax
@@ -56,7 +55,7 @@ class _Resumable(diffrax.AbstractAdaptiveStepSizeController[Any, Any]):
         t_next, state = self.controller.init(
             terms, t0, t1, y0, dt0, args, func, error_order
         )
-        return t_next, (state, t_next - t0)
+        return t_next, (state, _next_step(state, t_next - t0))
 
     def adapt_step_size(
         self, t0, t1, y0, y1_candidate, args, y_error, error_order, controller_state
@@ -64,7 +63,13 @@ class _Resumable(diffrax.AbstractAdaptiveStepSizeController[Any, Any]):
         keep, next_t0, next_t1, jump, state, result = self.controller.adapt_step_size(
             t0, t1, y0, y1_candidate, args, y_error, error_order, controller_state[0]
         )
-        return keep, next_t0, next_t1, jump, (state, next_t1 - next_t0), result
+        step = _next_step(state, next_t1 - next_t0)
+        return keep, next_t0, next_t1, jump, (state, step), result
+
+
+def _next_step(state: Any, difference: Scalar) -> Scalar:
+    """The step a controller chose, exactly where it says so itself."""
+    return getattr(state, "next_step", difference)
 
 
 def _resumable(problem: Problem) -> _Resumable:
@@ -299,7 +304,7 @@ def _finish(problem: Problem, carry: _Carry) -> Path:
             "num_steps": carry.num_steps,
             "num_accepted_steps": carry.num_accepted,
             "num_rejected_steps": carry.num_steps - carry.num_accepted,
-            **solver_statistics(carry.solver_state),
+            **solver_statistics(carry.controller_state[0]),
         },
     )
 

@@ -97,10 +97,13 @@ def outcome_of(result: diffrax.RESULTS) -> Outcome:
     return outcome
 
 
-def solver_statistics(solver_state: PyTree) -> dict[str, Any]:
-    """Counters that a solver keeps in its state, if it keeps any."""
-    statistics = getattr(solver_state, "statistics", None)
-    return {} if statistics is None else dict(statistics)
+def solver_statistics(controller_state: PyTree) -> dict[str, Any]:
+    """The counters that a controller keeps in its state, if it keeps any."""
+    return {
+        name: value
+        for name, value in getattr(controller_state, "__dict__", {}).items()
+        if name.startswith("num_")
+    }
 
 
 @eqx.filter_jit

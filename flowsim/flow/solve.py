@@ -17,6 +17,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 from .. import _trees
 from .._types import Objective, Params, RealLike, Scalar
 from ..derivatives import gradient
+from ..solvers import BDFController, SymmetricBDF
 from ..trajectory import Outcome, Trajectory, repeat_last, trim
 from .blocks import solve_in_blocks
 from .problem import Path, Problem, allowed_rise, measure_rows
@@ -179,12 +180,19 @@ def _choose_solver(
     t0: Scalar,
     t1: Scalar,
 ) -> tuple[diffrax.AbstractSolver, diffrax.AbstractStepSizeController, str]:
+    if solver is None:
+        solver, why = SymmetricBDF(), "default: implicit, matrix-free, any stiffness"
+    elif isinstance(solver, diffrax.AbstractAdaptiveSolver):
+        why = "given by the caller"
+    else:
+        raise ValueError(
+            "solver must be an adaptive Diffrax solver (it needs an error estimate); "
+            f"got {type(solver).__name__}."
+        )
+    if isinstance(solver, SymmetricBDF):
+        return solver, BDFController(rtol, atol), why
     # Below this step the solver stands still: the gradient is not finite ahead.
     smallest = 2.0**-50 * (t1 - t0)
-    if solver is None:
-        solver, why = diffrax.Tsit5(), "default"
-    else:
-        why = "given by the caller"
     return solver, diffrax.PIDController(rtol, atol, dtmin=smallest), why
 
 

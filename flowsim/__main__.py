@@ -1,0 +1,209 @@
+"""The command line: `flowsim cycle`, `flowsim counts` (also `python -m flowsim`).
+
+Arguments in, one table out, files in a run folder. Wrong input ends with one line on
+standard error and exit status 2; a run that did not end as asked with status 1.
+"""
+
+import contextlib
+import dataclasses
+import functools as ft
+import io
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+_SHIPPED_VOCAB = 64
+_DEFAULT_LAZY = ((0.75, 0.19, 0.05, 0.01), 0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cycle:
+    """Run the flow through a focus-dilution cycle: table, figure, data.
+
+    By default the chain of four tokens with pi = (.75, .19, .05, .01) and lam = .5.
+    """
+
+    chain: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.npz")] = "default"
+    """"default", "wikitext2", "tinystories", or an .npz file with the key P (transition
+    matrix) and optionally pi and tokens."""
+    pi: tuple[float, ...] | None = None
+    """Stationary law of a lazy chain, one mass per token (probabilities)."""
+    lam: float | None = None
+    """Laziness of a lazy chain: P = lam I + (1 - lam) 1 pi^T (dimensionless)."""
+    vocab: int | None = None
+    """Number of tokens of a shipped chain: 64 or 256. Default 64."""
+    width: int | None = None
+    """Embedding width m. Default 16 up to 16 tokens, 32 beyond."""
+    key_width: int | None = None
+    """Key width k. Default: the embedding width."""
+    scale: float = 1e-3
+    """Standard deviation of the initial parameters (dimensionless)."""
+    seed: int = 0
+    """Random seed of the initial parameters."""
+    t1: float = 2e4
+    """Final time (flow time)."""
+    rtol: float = 1e-6
+    """Relative tolerance of one step (dimensionless)."""
+    max_steps: int = 2**20
+    """Bound on solver steps."""
+    output: Path = Path("runs/cycle")
+    """Run folder to write."""
+    force: bool = False
+    """Replace an existing run folder."""
+    quiet: bool = False
+    """No progress bar."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Count the bigrams of a text into a table that `flowsim` can load as a chain."""
+
+    text: tyro.conf.Positional[Path]
+    """A UTF-8 text file, or a folder of them."""
+    tokeniser: Literal["wikitext", "tinystories"] = "wikitext"
+    """How a line is split into words."""
+    vocab: int = 64
+    """Number of most frequent words to keep (tokens)."""
+    output: Path = Path("counts.npz")
+    """File to write."""
+    keep_headings: bool = False
+    """Keep WikiText's heading lines."""
+    force: bool = False
+    """Replace an existing file."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse, run, and turn wrong input into one line and exit status 2."""
+    command = _parse(sys.argv[1:] if arguments is None else arguments)
+    import jax
+
+    # The command line's own default; the library never switches it.
+    jax.config.update("jax_enable_x64", True)
+    try:
+        status = _COMMANDS[type(command)](command)
+    except (ValueError, OSError) as error:
+        _refuse(str(error))
+    sys.exit(status)
+
+
+def _parse(arguments: list[str]) -> Any:
+    """tyro's parser, with its multi-line complaint folded into one line."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.extras.subcommand_cli_from_dict(
+                {"cycle": Cycle, "counts": Counts},
+                prog="flowsim",
+                description="Exact gradient flow from saddle to saddle.",
+                args=arguments,
+            )
+    except SystemExit as end:
+        if end.code in (0, None):
+            raise
+        frame = re.sub(r"\x1b\[[0-9;]*m|[╭╮╰╯│─]", " ", said.getvalue())
+        _refuse(re.sub(r"^\s*\w+ (error|options)\s+", "", " ".join(frame.split())))
+
+
+def _refuse(message: str) -> None:
+    print(f"flowsim: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _cycle(options: Cycle) -> int:
+    import jax
+
+    from . import diagnostics, records, report
+    from .flow import gradient_flow
+    from .loss import PopulationLoss
+    from .model import AttentionModel
+
+    chain = _chain(options)
+    if not options.scale > 0:
+        raise ValueError(f"--scale must be positive; got {options.scale}.")
+    model = AttentionModel.init(
+        jax.random.key(options.seed),
+        vocab=chain.num_states,
+        width=options.width or (16 if chain.num_states <= 16 else 32),
+        key_width=options.key_width,
+        scale=options.scale,
+    )
+    loss = PopulationLoss(chain)
+    folder = records.prepare_folder(options.output, force=options.force)
+    began = time.perf_counter()
+    run = gradient_flow(
+        loss,
+        model,
+        t1=options.t1,
+        rtol=options.rtol,
+        observe=ft.partial(diagnostics.diagnose, loss),
+        max_steps=options.max_steps,
+        progress=not options.quiet,
+    )
+    seconds = time.perf_counter() - began
+    stages = find_stages(run, loss)
+    given = {key: _readable(value) for key, value in vars(options).items()}
+    report.write_cycle(folder, run, loss, stages, given | {"seconds": seconds})
+    print(report.cycle_text(run, loss, stages))
+    print(f"written: {folder}/summary.json, trajectory.npz, cycle.png")
+    return 0 if bool(run.succeeded) else 1
+
+
+def _chain(options: Cycle) -> Any:
+    from . import corpus, records
+    from .markov import lazy_chain
+
+    name = options.chain
+    if (options.pi is None) != (options.lam is None):
+        raise ValueError("--pi and --lam go together: a lazy chain needs both.")
+    if options.pi is not None and name != "default":
+        raise ValueError(
+            f"--pi and --lam make a chain of their own; drop --chain {name}."
+        )
+    if options.vocab is not None and name not in corpus.CORPORA:
+        known = ", ".join(corpus.CORPORA)
+        raise ValueError(f"--vocab is for the shipped chains ({known}) only.")
+    if options.pi is not None and options.lam is not None:
+        return lazy_chain(options.pi, options.lam)
+    if name == "default":
+        return lazy_chain(*_DEFAULT_LAZY)
+    if name in corpus.CORPORA:
+        return corpus.load_chain(name, vocab=options.vocab or _SHIPPED_VOCAB)
+    if name.endswith(".npz"):
+        return records.load_chain_file(name)
+    known = ", ".join(["default", *corpus.CORPORA])
+    raise ValueError(
+        f"--chain must be one of {known}, or an .npz file; got {name}. "
+        "For a lazy chain give --pi and --lam."
+    )
+
+
+def _readable(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def _counts(options: Counts) -> int:
+    from . import corpus
+
+    if options.output.exists() and not options.force:
+        raise ValueError(f"{options.output} exists; give --force to replace it.")
+    table = corpus.count_bigrams(
+        options.text,
+        tokeniser=options.tokeniser,
+        vocab=options.vocab,
+        keep_headings=options.keep_headings,
+    )
+    corpus.save_table(table, options.output)
+    print(table)
+    print(f"written: {options.output}")
+    return 0
+
+
+_COMMANDS = {Cycle: _cycle, Counts: _counts}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""What a command leaves behind: the text it prints and the run folder it writes.
+
+A run folder holds `summary.json` (chain, settings, stages, end state, integration
+error), `trajectory.npz` (see `flowsim.records`) and one figure.
+"""
+
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import diffrax
+import equinox as eqx
+import jax
+import numpy as np
+
+from . import plots, records
+from .conservation import conserved_drift
+from .diagnostics import Diagnostics
+from .loss import PopulationLoss
+from .markov import MarkovChain
+from .stages import Stages
+from .trajectory import Outcome, Trajectory
+
+
+def cycle_text(run: Trajectory, loss: PopulationLoss, stages: Stages) -> str:
+    """The table of stages, and below it what the figures in it can be trusted for."""
+    chain = loss.chain
+    seen: Diagnostics = run.observables
+    end = float(run.losses[-1])
+    drift = conserved_drift(seen.conserved)
+    chosen = run.settings.get("chosen because", "")
+    lines = {
+        "outcome": f"{Outcome[run.outcome]}, t = {float(run.ts[-1]):g}",
+        "final loss": (
+            f"{end:.8f} nats; floor H(P) = {float(chain.entropy_rate):.8f}, "
+            f"above it by {end - float(chain.entropy_rate):.2e}"
+        ),
+        "conserved": "drift "
+        + ", ".join(f"{float(value):.1e} ({name})" for name, value in drift.items()),
+        "solver": (
+            f"{run.settings['solver']} ({chosen}), rtol {run.settings['rtol']:g}, "
+            f"{int(run.stats['num_steps'])} steps, {len(run.ts)} points saved"
+        ),
+    }
+    width = max(map(len, lines))
+    footer = "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
+    return f"{stages}\n\n{footer}"
+
+
+def write_cycle(
+    folder: Path,
+    run: Trajectory,
+    loss: PopulationLoss,
+    stages: Stages,
+    command: Mapping[str, Any],
+) -> None:
+    """Write `summary.json`, `trajectory.npz` and `cycle.png` into a run folder."""
+    chain = loss.chain
+    seen: Diagnostics = run.observables
+    records.save_trajectory(run, folder / "trajectory.npz")
+    plots.save(plots.cycle_figure(run, chain, stages), folder / "cycle.png")
+    summary = {
+        "command": command,
+        "chain": _describe_chain(chain),
+        "outcome": records.outcome_name(run.outcome),
+        "flow time reached": float(run.ts[-1]),
+        "final loss (nats)": float(run.losses[-1]),
+        "final gradient norm": float(run.grad_norms[-1]),
+        "stages": stages.rows(),
+        "conserved drift": conserved_drift(seen.conserved),
+        "stats": run.stats,
+        "settings": run.settings,
+        "environment": _environment(),
+    }
+    records.write_json(folder / "summary.json", summary)
+
+
+def _describe_chain(chain: MarkovChain) -> dict[str, Any]:
+    return {
+        "tokens": chain.tokens or list(range(chain.num_states)),
+        "stationary law": np.asarray(chain.stationary),
+        "entropy rate (nats)": float(chain.entropy_rate),
+        "unigram entropy (nats)": float(chain.unigram_entropy),
+    }
+
+
+def _environment() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "diffrax": diffrax.__version__,
+        "equinox": eqx.__version__,
+        "device": jax.devices()[0].device_kind,
+    }
