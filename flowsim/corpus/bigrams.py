@@ -6,6 +6,7 @@ A file is a NumPy archive without pickles, with the keys `counts` (d, d), `token
 
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -70,7 +71,7 @@ def count_bigrams(
     path: str | Path,
     *,
     tokeniser: str | Tokeniser,
-    vocab: int,
+    vocab: int | Sequence[str],
     keep_headings: bool = False,
 ) -> BigramTable:
     """Count the pairs of consecutive tokens of a text, after deletion of other words.
@@ -78,7 +79,7 @@ def count_bigrams(
     Args:
         path: a text file in UTF-8, or a folder of them (see `read_stream`).
         tokeniser: a name in `TOKENISERS`, or a function from a line to its words.
-        vocab: V, how many of the most frequent words to keep.
+        vocab: V, how many of the most frequent words to keep; or the words to keep.
         keep_headings: keep WikiText's heading lines.
 
     Raises:
