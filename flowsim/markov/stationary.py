@@ -5,7 +5,7 @@ subtracted. Eigenvalue routines and LU factorisations lose the small components 
 nearly decomposable chain; these are what low-frequency tokens live on.
 
 >>> from flowsim.markov import stationary_law
->>> stationary_law([[0.75, 0.25], [0.5, 0.5]]).round(4).tolist()
+>>> [round(mass, 4) for mass in stationary_law([[0.75, 0.25], [0.5, 0.5]]).tolist()]
 [0.6667, 0.3333]
 """
 
