@@ -1,0 +1,20 @@
+"""Diffrax solvers that gradient flow deserves and Diffrax lacks.
+
+`SymmetricBDF` with `BDFController` integrates stiff flows with a symmetric Jacobian,
+gradient flows above all, without forming or factorising a matrix.
+"""
+
+from ._bdf import BDFState, SymmetricBDF
+from ._controller import BDFController, BDFControllerState, StepReport
+from ._interpolation import BackwardDifferenceInterpolation
+from ._newton import NewtonCG
+
+__all__ = [
+    "BDFController",
+    "BDFControllerState",
+    "BDFState",
+    "BackwardDifferenceInterpolation",
+    "NewtonCG",
+    "StepReport",
+    "SymmetricBDF",
+]

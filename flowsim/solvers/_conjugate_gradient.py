@@ -1,0 +1,144 @@
+"""Conjugate gradients for the Newton systems of an implicit step, matrix-free.
+
+The systems are (I - C) x = b with C = c h J symmetric. Three things are particular to
+them and are the reason for a solver of its own:
+
+- the residual is measured in the weighted norm of the integrator, so that the solve
+  stops as soon as its error is invisible beside the tolerance;
+- a direction with p . (I - C) p <= 0 says that the step is too long for a growing mode,
+  which is information for the step control and not an error;
+- two directions of one solve give <p0, C p1> and <C p0, p1> for the price of two inner
+  products, and these differ if C is not symmetric on their span. So every solve of two
+  iterations or more also tests the assumption that it rests on.
+
+It leaves out preconditioning. Convergence is judged by the recursive residual, which is
+the true residual up to round-off whether or not C is symmetric.
+
+>>> import jax.numpy as jnp
+>>> C = jnp.array([-1.0, -10.0, -100.0])
+>>> solve = conjugate_gradient(lambda v: C * v, jnp.ones(3), jnp.linalg.norm, 1e-6, 9)
+>>> int(solve.num_products), bool(solve.converged)
+(3, True)
+
+References:
+    M. R. Hestenes, E. Stiefel, "Methods of conjugate gradients for solving linear
+    systems", J. Res. Natl. Bur. Stand. 49 (1952).
+"""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+
+class LinearSolve(eqx.Module):
+    """What a solve of (I - C) x = b came to.
+
+    Attributes:
+        solution: x.
+        num_products: products with C.
+        converged: whether the norm of the residual fell below the tolerance.
+        indefinite: whether a direction of non-positive curvature was met.
+        asymmetric: whether C was seen not to be symmetric.
+    """
+
+    solution: Float[Array, " n"]
+    num_products: Int[Array, ""]
+    converged: Bool[Array, ""]
+    indefinite: Bool[Array, ""]
+    asymmetric: Bool[Array, ""]
+
+
+def is_asymmetric(
+    u: Float[Array, " n"],
+    v: Float[Array, " n"],
+    product_u: Float[Array, " n"],
+    product_v: Float[Array, " n"],
+) -> Bool[Array, ""]:
+    """Whether <u, C v> and <C u, v> differ by more than round-off can explain.
+
+    The difference must stand out against the size of the products (relative asymmetry
+    above eps^(1/3)) and against |u||v| (above eps^(1/2): a smaller one cannot change a
+    solve with I - C).
+    """
+    eps = float(jnp.finfo(u.dtype).eps)
+    size_u, size_v = jnp.linalg.norm(u), jnp.linalg.norm(v)
+    products = size_u * jnp.linalg.norm(product_v) + jnp.linalg.norm(product_u) * size_v
+    difference = jnp.abs(u @ product_v - product_u @ v)
+    return difference > jnp.maximum(
+        eps ** (1 / 3) * products, eps**0.5 * size_u * size_v
+    )
+
+
+class _Iterate(eqx.Module):
+    solution: Float[Array, " n"]
+    residual: Float[Array, " n"]
+    direction: Float[Array, " n"]
+    residual_squared: Float[Array, ""]
+    size: Float[Array, ""]
+    count: Int[Array, ""]
+    indefinite: Bool[Array, ""]
+    asymmetric: Bool[Array, ""]
+    first: tuple[Float[Array, " n"], Float[Array, " n"]]
+
+
+def conjugate_gradient(
+    product: Callable[[Float[Array, " n"]], Float[Array, " n"]],
+    rhs: Float[Array, " n"],
+    norm: Callable[[Float[Array, " n"]], Float[Array, ""]],
+    tolerance: Float[Array, ""] | float,
+    max_iterations: int | Int[Array, ""],
+) -> LinearSolve:
+    """Solve (I - C) x = rhs, starting from x = 0.
+
+    Args:
+        product: the map v -> C v.
+        norm: the norm in which the residual must not exceed `tolerance`.
+        max_iterations: bound on the number of products. Reaching it, a direction of
+            non-positive curvature, or a residual that is not a number all end the
+            solve with `converged` False.
+    """
+
+    def unfinished(state: _Iterate):
+        return (
+            (state.size > tolerance)
+            & (state.count < max_iterations)
+            & ~state.indefinite
+        )
+
+    def iterate(state: _Iterate):
+        p = state.direction
+        image = product(p)
+        curvature = p @ (p - image)
+        indefinite = ~(curvature > 0)
+        alpha = jnp.where(indefinite, 0.0, state.residual_squared / curvature)
+        residual = state.residual - alpha * (p - image)
+        residual_squared = residual @ residual
+        seen = is_asymmetric(state.first[0], p, state.first[1], image)
+        is_first = state.count == 0
+        return _Iterate(
+            solution=state.solution + alpha * p,
+            residual=residual,
+            direction=residual + (residual_squared / state.residual_squared) * p,
+            residual_squared=residual_squared,
+            size=norm(residual),
+            count=state.count + 1,
+            indefinite=indefinite,
+            asymmetric=state.asymmetric | (seen & (state.count == 1)),
+            first=(
+                jnp.where(is_first, p, state.first[0]),
+                jnp.where(is_first, image, state.first[1]),
+            ),
+        )
+
+    zero, false = jnp.zeros_like(rhs), jnp.zeros((), bool)
+    start = _Iterate(
+        zero, rhs, rhs, rhs @ rhs, norm(rhs), jnp.zeros((), jnp.int32), false, false,
+        (zero, zero),
+    )  # fmt: skip
+    end = lax.while_loop(unfinished, iterate, start)
+    return LinearSolve(
+        end.solution, end.count, end.size <= tolerance, end.indefinite, end.asymmetric
+    )
