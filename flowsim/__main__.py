@@ -120,9 +120,10 @@ def _cycle(options: Cycle) -> int:
     from .flow import gradient_flow
     from .loss import PopulationLoss
     from .model import AttentionModel
+    from .stages import find_stages
 
     chain = _chain(options)
-    if not options.scale > 0:
+    if not 0 < options.scale < float("inf"):
         raise ValueError(f"--scale must be positive; got {options.scale}.")
     model = AttentionModel.init(
         jax.random.key(options.seed),
@@ -132,7 +133,7 @@ def _cycle(options: Cycle) -> int:
         scale=options.scale,
     )
     loss = PopulationLoss(chain)
-    folder = records.prepare_folder(options.output, force=options.force)
+    records.check_folder(options.output, force=options.force)
     began = time.perf_counter()
     run = gradient_flow(
         loss,
@@ -145,6 +146,7 @@ def _cycle(options: Cycle) -> int:
     )
     seconds = time.perf_counter() - began
     stages = find_stages(run, loss)
+    folder = records.prepare_folder(options.output, force=options.force)
     given = {key: _readable(value) for key, value in vars(options).items()}
     report.write_cycle(folder, run, loss, stages, given | {"seconds": seconds})
     print(report.cycle_text(run, loss, stages))

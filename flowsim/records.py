@@ -149,27 +149,33 @@ def outcome_name(outcome: Outcome) -> str:
     raise ValueError("outcome must be a concrete member of flowsim.Outcome.")
 
 
-def prepare_folder(path: str | os.PathLike, *, force: bool = False) -> Path:
-    """Make an empty run folder; an existing one is replaced only with `force`.
+def check_folder(path: str | os.PathLike, *, force: bool = False) -> Path:
+    """Check that a run may be written to a folder, before it is computed.
 
     Raises:
-        ValueError: the folder exists and `force` is not given, or the path cannot be a
-            run folder (a file, or a folder that holds something else than a run).
+        ValueError: the folder holds something and `force` is not given, or the path
+            cannot be a run folder (a file, or a folder that holds something else).
     """
     folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; a run folder was expected.")
+    if folder.exists() and any(folder.iterdir()):
+        if not force:
+            raise ValueError(f"{folder} exists; give --force to replace it.")
+        if not (folder / "summary.json").exists():
+            raise ValueError(
+                f"{folder} does not look like a run folder (no summary.json); it is "
+                "not replaced."
+            )
+    return folder
+
+
+def prepare_folder(path: str | os.PathLike, *, force: bool = False) -> Path:
+    """Make an empty run folder, under the conditions of `check_folder`."""
+    folder = check_folder(path, force=force)
     if folder.exists():
-        if not folder.is_dir():
-            raise ValueError(f"{folder} is a file; a run folder was expected.")
-        if any(folder.iterdir()):
-            if not force:
-                raise ValueError(f"{folder} exists; give --force to replace it.")
-            if not (folder / "summary.json").exists():
-                raise ValueError(
-                    f"{folder} does not look like a run folder (no summary.json); it "
-                    "is not replaced."
-                )
-            shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
     return folder
 
 
@@ -193,7 +199,9 @@ def markdown_table(rows: Iterable[Mapping[str, Any]]) -> str:
     widths = {c: max(len(c), *(len(row.get(c, "")) for row in rows)) for c in columns}
 
     def line(cells: Mapping[str, str]) -> str:
-        return "| " + " | ".join(cells.get(c, "").ljust(widths[c]) for c in columns) + " |"
+        return (
+            "| " + " | ".join(cells.get(c, "").ljust(widths[c]) for c in columns) + " |"
+        )
 
     rule = "|" + "|".join("-" * (widths[c] + 2) for c in columns) + "|"
     return "\n".join([line({c: c for c in columns}), rule, *map(line, rows)]) + "\n"
@@ -201,7 +209,13 @@ def markdown_table(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def _cell(value: Any) -> str:
     value = _plain(value)
-    text = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    text = (
+        ""
+        if value is None
+        else f"{value:.6g}"
+        if isinstance(value, float)
+        else str(value)
+    )
     return text.replace("|", "\\|").replace("\n", " ")
 
 

@@ -21,7 +21,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from . import _trees
+from . import _summary, _trees
 from ._types import Params
 
 
@@ -109,13 +109,10 @@ class Trajectory(eqx.Module):
             "loss": ends(self.losses, ".8g"),
             "|grad|": ends(self.grad_norms, ".3e"),
             "saved": f"{last + 1} points",
-            **{key: str(value) for key, value in self.stats.items()},
-            **{key: str(value) for key, value in self.settings.items()},
+            **self.stats,
+            **self.settings,
         }
-        width = max(map(len, rows))
-        return "\n".join(
-            ["Trajectory", *(f"  {key:<{width}}  {rows[key]}" for key in rows)]
-        )
+        return _summary.aligned("Trajectory", rows)
 
 
 class Thinning(eqx.Module):
