@@ -22,6 +22,7 @@ from . import _trees
 from ._types import Scalar
 from .markov import MarkovChain
 from .model import AttentionModel
+from .width import WidthReduction, worthwhile_reduction
 
 
 def weighted_attention(
@@ -73,6 +74,10 @@ class PopulationLoss(eqx.Module):
         return -self.chain.pair_expectation(
             jax.nn.log_softmax(self.logits(model), axis=-1)
         )
+
+    def reduce(self, model: AttentionModel) -> WidthReduction | None:
+        """An exactly equivalent narrower start for the flow, where one pays."""
+        return worthwhile_reduction(model)
 
     def _check_vocab(self, model: AttentionModel) -> None:
         if model.vocab != self.chain.num_states:
@@ -132,6 +137,10 @@ class SampleLoss(eqx.Module):
     def __call__(self, model: AttentionModel) -> Scalar:
         log_p = jax.nn.log_softmax(self.logits(model), axis=-1)
         return -jnp.mean(jnp.take_along_axis(log_p, self.targets[:, None], axis=-1))
+
+    def reduce(self, model: AttentionModel) -> WidthReduction | None:
+        """An exactly equivalent narrower start for the flow, where one pays."""
+        return worthwhile_reduction(model)
 
     def _check_vocab(self, model: AttentionModel) -> None:
         if _trees.is_traced((self.tokens, self.targets)):

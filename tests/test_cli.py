@@ -2,9 +2,10 @@
 
 import json
 
-import flowsim as fs
 import numpy as np
 import pytest
+
+import flowsim as fs
 from flowsim.__main__ import main
 
 

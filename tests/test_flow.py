@@ -121,16 +121,15 @@ def test_observables_alone_are_kept_without_the_parameters():
     assert run.models.shape == (2, 2)
     assert run.observables["product"].shape == run.ts.shape
     losses = 0.5 * (1.0 - run.observables["product"]) ** 2
-    np.testing.assert_allclose(run.losses, losses, rtol=1e-12)
+    np.testing.assert_allclose(run.losses, losses, rtol=1e-9, atol=1e-15)
 
 
 def test_losses_and_norms_belong_to_the_saved_models():
     run = fs.gradient_flow(product, jnp.full(2, 1e-3), t1=20.0)
-    np.testing.assert_allclose(run.losses, jax.vmap(product)(run.models), rtol=1e-14)
-    grads = jax.vmap(jax.grad(product))(run.models)
-    np.testing.assert_allclose(
-        run.grad_norms, jnp.linalg.norm(grads, axis=1), rtol=1e-13
-    )
+    losses = jax.vmap(product)(run.models)
+    norms = jnp.linalg.norm(jax.vmap(jax.grad(product))(run.models), axis=1)
+    np.testing.assert_allclose(run.losses, losses, rtol=1e-9, atol=1e-15)
+    np.testing.assert_allclose(run.grad_norms, norms, rtol=1e-9, atol=1e-15)
 
 
 def test_a_gradient_tolerance_stops_and_is_off_by_default():

@@ -2,11 +2,12 @@
 
 import json
 
-import flowsim as fs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import flowsim as fs
 from flowsim import records
 
 

@@ -24,6 +24,7 @@ class Problem(eqx.Module):
     controller: diffrax.AbstractStepSizeController
     event: diffrax.Event | None
     observe: Callable[[Any], PyTree[Array]] | None
+    reduction: Any
     rtol: Scalar
     atol: Scalar
     keep_models: bool = eqx.field(static=True)
@@ -61,8 +62,14 @@ TERM = diffrax.ODETerm(descent)
 def measure(problem: Problem, y: Params) -> Measurement:
     """Loss, gradient norm and observables at one point."""
     loss, grad_norm = value_and_grad_norm(problem.objective, y)
-    observables = None if problem.observe is None else problem.observe(y)
+    observe = problem.observe
+    observables = None if observe is None else observe(restore(problem, y))
     return Measurement(loss=loss, grad_norm=grad_norm, observables=observables)
+
+
+def restore(problem: Problem, y: Params) -> Params:
+    """The caller's parameters of a state: the integration may use fewer of them."""
+    return y if problem.reduction is None else problem.reduction.restore(y)
 
 
 def allowed_rise(

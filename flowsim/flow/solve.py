@@ -20,7 +20,7 @@ from ..derivatives import gradient
 from ..solvers import BDFController, SymmetricBDF
 from ..trajectory import Outcome, Trajectory, repeat_last, trim
 from .blocks import solve_in_blocks
-from .problem import Path, Problem, allowed_rise, measure_rows
+from .problem import Path, Problem, allowed_rise, measure_rows, restore
 from .times import solve_at_times
 
 _BUFFER_NUMBERS = 2**26  # Numbers of the default record, 0.5 GB in double precision.
@@ -118,16 +118,25 @@ def gradient_flow(
     save = _as_save(save)
     _check_numbers(t0, t1, rtol, atol, save, max_steps)
     _check_objective(objective, model)
-    start, end = _real(t0), _real(t1)
-    relative = _real(rtol)
-    absolute = default_atol(model, relative) if atol is None else _real(atol)
+    # Time has the model's own precision: Diffrax mixes the two in every step.
+    dtype = jnp.result_type(*jtu.tree_leaves(model))
+    start, end, relative = (jnp.asarray(x, dtype) for x in (t0, t1, rtol))
+    if atol is None:
+        absolute = default_atol(model, relative)
+    else:
+        absolute = jnp.asarray(atol, dtype)
     solver, controller, why = _choose_solver(solver, relative, absolute, start, end)
+    # An objective may know an exactly equivalent smaller start (`WidthReduction`).
+    reduce = getattr(objective, "reduce", None)
+    reduction = None if reduce is None else reduce(model)
+    state = model if reduction is None else reduction.model
     problem = Problem(
         objective=objective,
         solver=solver,
         controller=controller,
-        event=_as_event(stop),
+        event=_as_event(stop, reduction),
         observe=observe,
+        reduction=reduction,
         rtol=relative,
         atol=absolute,
         keep_models=save.models,
@@ -135,7 +144,7 @@ def gradient_flow(
     if save.ts is None:
         path = solve_in_blocks(
             problem,
-            model,
+            state,
             start,
             end,
             at_most=min(save.at_most, _BUFFER_NUMBERS // _trees.num_params(model)),
@@ -146,18 +155,20 @@ def gradient_flow(
     else:
         path = solve_at_times(
             problem,
-            model,
+            state,
             start,
             end,
-            _interior(save.ts, start, end),
+            _interior(save.ts.astype(dtype), start, end),
             max_steps=max_steps,
             progress=progress,
         )
     settings = {"solver": type(solver).__name__, "chosen because": why}
+    if reduction is not None:
+        settings["reduced to"] = f"{_trees.num_params(state)} parameters, exactly"
     if not _trees.is_traced((relative, absolute)):
         settings |= {"rtol": float(relative), "atol": float(absolute)}
     gradient_stop = isinstance(stop, float | int) and not isinstance(stop, bool)
-    run = _as_trajectory(problem, model, path, gradient_stop, _trees.is_traced(path))
+    run = _as_trajectory(problem, state, path, gradient_stop, _trees.is_traced(path))
     return trim(dataclasses.replace(run, settings=settings))
 
 
@@ -199,7 +210,7 @@ def _choose_solver(
 @eqx.filter_jit
 def _as_trajectory(
     problem: Problem,
-    model: Params,
+    start: Params,
     path: Path,
     gradient_stop: bool,
     differentiable: bool,
@@ -212,13 +223,13 @@ def _as_trajectory(
     else:
         measured = rows
         models = jtu.tree_map(
-            lambda first, last: jnp.stack([first, last]), model, path.y_end
+            lambda first, last: jnp.stack([first, last]), start, path.y_end
         )
     allowed = allowed_rise(
         measured.loss[:-1],
         measured.grad_norm[:-1],
-        jnp.maximum(_trees.norm(model), _trees.norm(path.y_end)),
-        _trees.num_params(model),
+        jnp.maximum(_trees.norm(start), _trees.norm(path.y_end)),
+        _trees.num_params(start),
         problem.rtol,
         problem.atol,
     )
@@ -235,7 +246,7 @@ def _as_trajectory(
     outcome = Outcome.where(unaware & (loss_rise > 0), Outcome.loss_increased, outcome)
     return Trajectory(
         ts=ts,
-        models=models,
+        models=jax.vmap(lambda y: restore(problem, y))(models),
         losses=measured.loss,
         grad_norms=measured.grad_norm,
         observables=measured.observables,
@@ -245,11 +256,6 @@ def _as_trajectory(
         stats=path.stats,
         settings={},
     )
-
-
-def _real(value: RealLike) -> Scalar:
-    """A number as an array of the default floating-point type."""
-    return jnp.asarray(value, jnp.result_type(float))
 
 
 def _as_array(leaf: Any) -> Any:
@@ -268,8 +274,15 @@ def _as_save(save: Save | ArrayLike | int | None) -> Save:
     return Save(save)
 
 
-def _as_event(stop: Any) -> diffrax.Event | None:
-    if stop is None or isinstance(stop, diffrax.Event):
+def _as_event(stop: Any, reduction: Any) -> diffrax.Event | None:
+    if stop is None:
+        return None
+    if isinstance(stop, diffrax.Event):
+        if reduction is not None:
+            raise ValueError(
+                "a diffrax.Event sees the reduced state; pass its condition as a "
+                "function (t, model) instead."
+            )
         return stop
     if isinstance(stop, float | int) and not isinstance(stop, bool):
         if not stop > 0:
@@ -280,7 +293,7 @@ def _as_event(stop: Any) -> diffrax.Event | None:
             "stop must be a gradient norm, a function (t, model), or a diffrax.Event; "
             f"got {type(stop).__name__}."
         )
-    return diffrax.Event(_UserStop(stop), optx.Newton(1e-10, 1e-10))
+    return diffrax.Event(_UserStop(stop, reduction), optx.Newton(1e-10, 1e-10))
 
 
 class _GradientBelow(eqx.Module):
@@ -294,10 +307,12 @@ class _GradientBelow(eqx.Module):
 
 class _UserStop(eqx.Module):
     function: Callable
+    reduction: Any
 
     def __call__(self, t, y, args, **kwargs):
         del args, kwargs
-        return self.function(t, y)
+        model = y if self.reduction is None else self.reduction.restore(y)
+        return self.function(t, model)
 
 
 def _interior(ts: Array, t0: Scalar, t1: Scalar) -> Array:
