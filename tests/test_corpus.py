@@ -68,7 +68,7 @@ def split(path, vocab, **options):
 
 
 def test_wikitext_is_split_at_blanks_with_case_kept():
-    assert wikitext_words(" The cat 's @-@ hat , The \n") == (
+    assert wikitext_words(" The cat 's @-@ <unk> hat , The \n") == (
         ["The", "cat", "'s", "@-@", "hat", ",", "The"]
     )
 
@@ -146,6 +146,8 @@ def test_a_tokeniser_can_be_a_function(write):
     table = count_bigrams(write("abba"), tokeniser=list, vocab=2)
     assert table.counts.tolist() == [[0, 1], [1, 1]]
     assert table.tokeniser == "list"
+    stream = read_stream(write("<unk> a <unk> b"), tokeniser=str.split, vocab=2)
+    assert stream.tokens == ("a", "b")
 
 
 def test_counts_of_a_random_stream_match_a_loop(write):

@@ -250,6 +250,11 @@ def test_two_level_law_is_its_formula():
         [0.7, 0.11, 0.1, 0.09],
         rtol=1e-14,
     )
+    np.testing.assert_allclose(
+        two_level_law(vocab=3, top=0.7, delta=-0.01, pattern=[1, -1]),
+        [0.7, 0.14, 0.16],
+        rtol=1e-14,
+    )
     np.testing.assert_allclose(two_level_law(vocab=5, top=0.6), [0.6] + 4 * [0.1])
 
 
