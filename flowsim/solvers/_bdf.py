@@ -6,8 +6,8 @@ Newton systems can be solved by conjugate gradients on Jacobian-vector products,
 ever forming a matrix. Diffrax's own implicit methods factorise a dense Jacobian at
 every stage; its explicit ones take steps bounded by the stiffness.
 
-What it leaves out: any flow whose Jacobian is not symmetric. Those are recognised by
-probes at the start and in the course of the linear solves and end with the result
+What it leaves out: any flow whose Jacobian is not symmetric. Those are recognised in
+the linear solves, as soon as the asymmetry matters there, and end with the result
 `diffrax.RESULTS.breakdown`. Differentiation through the solve works in forward mode
 only.
 
@@ -31,9 +31,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from ._conjugate_gradient import is_asymmetric
 from ._controller import StepReport
 from ._differences import MAX_ORDER, REAL_AXIS_KAPPA, Formulas, correction, rescaling
 from ._interpolation import BackwardDifferenceInterpolation
@@ -60,7 +59,6 @@ class BDFState(eqx.Module):
         num_equal_steps: steps made with this order and length.
         curvature: measured nonlinearity of the implicit equation, and
         curvature_age: the number of steps since it was measured.
-        asymmetric: whether the probe at the start found a Jacobian not symmetric.
     """
 
     differences: Float[Array, "rows n"]
@@ -69,7 +67,6 @@ class BDFState(eqx.Module):
     num_equal_steps: Int[Array, ""]
     curvature: Float[Array, ""]
     curvature_age: Int[Array, ""]
-    asymmetric: Bool[Array, ""]
 
 
 class SymmetricBDF(diffrax.AbstractImplicitSolver, diffrax.AbstractAdaptiveSolver):
@@ -150,8 +147,7 @@ class SymmetricBDF(diffrax.AbstractImplicitSolver, diffrax.AbstractAdaptiveSolve
         y, _ = ravel_pytree(y0)
         if not jnp.issubdtype(y.dtype, jnp.floating):
             raise ValueError(f"y0 must be real floating point; got {y.dtype}.")
-        first, product = jax.linearize(_increment(terms, t0, t1 - t0, y0, args), y)
-        u, v = jax.random.normal(jax.random.key(0), (2, y.size), y.dtype)
+        first = _increment(terms, t0, t1 - t0, y0, args)(y)
         return BDFState(
             differences=jnp.zeros((self.num_rows, y.size), y.dtype).at[0].set(first),
             order=jnp.asarray(self.min_order, jnp.int32),
@@ -159,7 +155,6 @@ class SymmetricBDF(diffrax.AbstractImplicitSolver, diffrax.AbstractAdaptiveSolve
             num_equal_steps=jnp.zeros((), jnp.int32),
             curvature=jnp.zeros((), y.dtype),
             curvature_age=jnp.asarray(jnp.iinfo(jnp.int32).max // 2, jnp.int32),
-            asymmetric=is_asymmetric(u, v, product(u), product(v)),
         )
 
     def step(
@@ -222,9 +217,8 @@ class SymmetricBDF(diffrax.AbstractImplicitSolver, diffrax.AbstractAdaptiveSolve
             num_equal_steps=num_equal_steps,
             curvature=newton.curvature,
             curvature_age=newton.age,
-            asymmetric=state.asymmetric,
         )
-        asymmetric = state.asymmetric | newton.asymmetric
+        asymmetric = newton.asymmetric
         report = StepReport(
             error=error,
             accepted=accepted.astype(y.dtype),

@@ -7,9 +7,9 @@ them and are the reason for a solver of its own:
   stops as soon as its error is invisible beside the tolerance;
 - a direction with p . (I - C) p <= 0 says that the step is too long for a growing mode,
   which is information for the step control and not an error;
-- two directions of one solve give <p0, C p1> and <C p0, p1> for the price of two inner
-  products, and these differ if C is not symmetric on their span. So every solve of two
-  iterations or more also tests the assumption that it rests on.
+- the solution x and the last direction p come with C x and C p, and if <x, C p> and
+  <C x, p> differ, C is not symmetric. So every solve of two iterations or more also
+  tests, for two inner products, the assumption that it rests on.
 
 It leaves out preconditioning. Convergence is judged by the recursive residual, which is
 the true residual up to round-off whether or not C is symmetric.
@@ -76,12 +76,12 @@ class _Iterate(eqx.Module):
     solution: Float[Array, " n"]
     residual: Float[Array, " n"]
     direction: Float[Array, " n"]
+    image: Float[Array, " n"]
     residual_squared: Float[Array, ""]
+    conjugation: Float[Array, ""]
     size: Float[Array, ""]
     count: Int[Array, ""]
     indefinite: Bool[Array, ""]
-    asymmetric: Bool[Array, ""]
-    first: tuple[Float[Array, " n"], Float[Array, " n"]]
 
 
 def conjugate_gradient(
@@ -109,36 +109,46 @@ def conjugate_gradient(
         )
 
     def iterate(state: _Iterate):
-        p = state.direction
+        p = state.residual + state.conjugation * state.direction
         image = product(p)
         curvature = p @ (p - image)
         indefinite = ~(curvature > 0)
         alpha = jnp.where(indefinite, 0.0, state.residual_squared / curvature)
         residual = state.residual - alpha * (p - image)
         residual_squared = residual @ residual
-        seen = is_asymmetric(state.first[0], p, state.first[1], image)
-        is_first = state.count == 0
         return _Iterate(
             solution=state.solution + alpha * p,
             residual=residual,
-            direction=residual + (residual_squared / state.residual_squared) * p,
+            direction=p,
+            image=image,
             residual_squared=residual_squared,
+            conjugation=residual_squared / state.residual_squared,
             size=norm(residual),
             count=state.count + 1,
             indefinite=indefinite,
-            asymmetric=state.asymmetric | (seen & (state.count == 1)),
-            first=(
-                jnp.where(is_first, p, state.first[0]),
-                jnp.where(is_first, image, state.first[1]),
-            ),
         )
 
-    zero, false = jnp.zeros_like(rhs), jnp.zeros((), bool)
+    zero, scalar = jnp.zeros_like(rhs), jnp.zeros((), rhs.dtype)
     start = _Iterate(
-        zero, rhs, rhs, rhs @ rhs, norm(rhs), jnp.zeros((), jnp.int32), false, false,
-        (zero, zero),
-    )  # fmt: skip
+        solution=zero,
+        residual=rhs,
+        direction=zero,
+        image=zero,
+        residual_squared=rhs @ rhs,
+        conjugation=scalar,
+        size=norm(rhs),
+        count=jnp.zeros((), jnp.int32),
+        indefinite=jnp.zeros((), bool),
+    )
     end = lax.while_loop(unfinished, iterate, start)
+    # C x is known without a product, from the residual.
+    product_solution = end.solution - (rhs - end.residual)
     return LinearSolve(
-        end.solution, end.count, end.size <= tolerance, end.indefinite, end.asymmetric
+        solution=end.solution,
+        num_products=end.count,
+        converged=end.size <= tolerance,
+        indefinite=end.indefinite,
+        asymmetric=is_asymmetric(
+            end.solution, end.direction, product_solution, end.image
+        ),
     )

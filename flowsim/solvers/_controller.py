@@ -164,7 +164,8 @@ class BDFController(diffrax.AbstractAdaptiveStepSizeController):
                 f"carry a StepReport; got an error estimate of {type(y_error)}."
             )
         report, state = y_error, controller_state
-        keep = report.accepted > 0
+        asymmetric = report.asymmetric > 0
+        keep = (report.accepted > 0) & ~asymmetric
         proposal = report.next_step.astype(t0.dtype)
         # A step shortened from outside says nothing against the length proposed before.
         clipped = keep & ~state.retrying & (t1 - t0 < 0.99 * state.next_step)
@@ -190,9 +191,8 @@ class BDFController(diffrax.AbstractAdaptiveStepSizeController):
         resolution = 16 * jnp.finfo(t0.dtype).eps * jnp.abs(start)
         stuck = ~((length > resolution) & (end > start))
         result = results.where(stuck, results.dt_min_reached, results.successful)
-        asymmetric = report.asymmetric > 0
         result = results.where(asymmetric, results.breakdown, result)
-        return keep & ~asymmetric, start, end, False, new_state, result
+        return keep, start, end, False, new_state, result
 
 
 def _add(count: Int[Array, ""], more: Array) -> Int[Array, ""]:

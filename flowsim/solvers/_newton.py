@@ -92,9 +92,9 @@ class NewtonCG(eqx.Module):
         for y in ys[1:]:
             size = jnp.maximum(size, jnp.abs(y))
         dtype = size.dtype
-        inverse = 1 / (
-            jnp.asarray(self.atol, dtype) + jnp.asarray(self.rtol, dtype) * size
-        )
+        scale = jnp.asarray(self.atol, dtype) + jnp.asarray(self.rtol, dtype) * size
+        # With atol = 0 a component that is zero has no scale; it must not give 0/0.
+        inverse = 1 / jnp.maximum(scale, jnp.finfo(dtype).tiny)
         if self.norm is optx.rms_norm:  # Blind to the tree: spare the unravelling.
             return lambda v: optx.rms_norm(inverse * v)
         return lambda v: self.norm(unravel(inverse * v)).astype(dtype)

@@ -1,0 +1,91 @@
+"""Toy problems that several test files share."""
+
+import jax
+import jax.numpy as jnp
+
+from flowsim.markov import MarkovChain, lazy_chain, metropolis_chain
+from flowsim.model import AttentionModel
+
+# Chains: one of every kind that the theory claims to cover, all on four tokens so that
+# compiled code is shared.
+
+
+def dense_chain(seed: int, num_states: int) -> MarkovChain:
+    """A random chain without any structure; its stationary law is not ordered."""
+    logits = jax.random.normal(jax.random.key(seed), (num_states, num_states))
+    return MarkovChain(jax.nn.softmax(1.5 * logits, axis=-1))
+
+
+CHAINS = {
+    "default": lambda: lazy_chain([0.75, 0.19, 0.05, 0.01], 0.5),
+    "lazy with negative lam": lambda: lazy_chain([0.2, 0.4, 0.25, 0.15], -0.15),
+    "metropolis": lambda: metropolis_chain([0.1, 0.5, 0.33, 0.07]),
+    "dense, focus": lambda: dense_chain(2, 4),
+    "dense, defocus": lambda: dense_chain(4, 4),
+}
+
+
+def named_chain(name: str) -> MarkovChain:
+    """The chain of that name in `CHAINS`."""
+    return CHAINS[name]()
+
+
+def random_model(
+    chain: MarkovChain, *, seed=0, width=5, key_width=3, scale=0.7, **options
+) -> AttentionModel:
+    """A generic point, far from every critical point."""
+    return AttentionModel.init(
+        jax.random.key(seed),
+        vocab=chain.num_states,
+        width=width,
+        key_width=key_width,
+        scale=scale,
+        **options,
+    )
+
+
+# Flows with known solutions or known difficulties, for the solvers.
+
+
+class DeepLinearNetwork:
+    """|S - B A|^2 / 2 from a balanced start, one saddle per mode of S.
+
+    With A = sqrt(u0) V^T and B = U sqrt(u0) on the singular vectors of S, each mode
+    obeys u' = 2 u (s - u) alone: a logistic curve (Saxe, McClelland, Ganguli 2014,
+    "Exact solutions to the nonlinear dynamics of learning in deep linear neural
+    networks"). The flow stays near zero, then near the network of the largest mode
+    alone, then of two modes, ...
+    """
+
+    def __init__(self, strengths, start=1e-6, seed=0):
+        self.strengths = jnp.asarray(strengths)
+        num = self.strengths.size
+        keys = jax.random.split(jax.random.key(seed))
+        self.left, self.right = (
+            jnp.linalg.qr(jax.random.normal(key, (num, num)))[0] for key in keys
+        )
+        self.target = (self.left * self.strengths) @ self.right.T
+        self.start = start
+
+    def loss(self, model):
+        return 0.5 * jnp.sum((self.target - model["B"] @ model["A"]) ** 2)
+
+    def at(self, t):
+        """The exact solution."""
+        growth = jnp.exp(-2 * self.strengths * t)
+        modes = self.strengths / (1 + growth * (self.strengths / self.start - 1))
+        return {
+            "A": jnp.sqrt(modes)[:, None] * self.right.T,
+            "B": self.left * jnp.sqrt(modes),
+        }
+
+
+def allen_cahn(u, width=0.05):
+    """Energy (over the spacing) of a chain of double wells: metastable and stiff.
+
+    The gradient flow is u_t = width^2 u_xx - u (u^2 - 1) on (0, 1) with free ends.
+    Layers move exponentially slowly until two of them meet (Carr, Pego 1989).
+    """
+    spacing = 1 / u.size
+    bending = 0.5 * width**2 * jnp.sum(jnp.diff(u) ** 2) / spacing**2
+    return bending + 0.25 * jnp.sum((u**2 - 1) ** 2)
