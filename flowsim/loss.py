@@ -60,7 +60,8 @@ class PopulationLoss(eqx.Module):
     def attention(self, model: AttentionModel) -> Float[Array, "d d"]:
         """A_ij, the attention that query token i pays to key token j; rows sum to 1."""
         self._check_vocab(model)
-        return weighted_attention(model.attention_logits(), self.chain.stationary)
+        scores = model.attention_logits()
+        return weighted_attention(scores, self.chain.stationary.astype(scores.dtype))
 
     def logits(self, model: AttentionModel) -> Float[Array, "d d"]:
         """Z_i, the next-token logits after token i."""

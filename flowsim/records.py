@@ -27,6 +27,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ._types import Params
+from .corpus import load_table
 from .markov import MarkovChain
 from .model import AttentionModel
 from .trajectory import Outcome, Trajectory
@@ -121,7 +122,12 @@ def load_trajectory(path: str | os.PathLike, like: Params | None = None) -> Traj
 
 
 def load_chain_file(path: str | os.PathLike) -> MarkovChain:
-    """Read a chain from an `.npz` file with keys `P`, and optionally `pi`, `tokens`."""
+    """Read a chain from an `.npz` file.
+
+    Either a transition matrix under the key `P`, optionally with the stationary law
+    `pi` and the names `tokens`; or a table of bigram counts as `flowsim counts` makes
+    it.
+    """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there is no chain file {path}.")
@@ -130,6 +136,8 @@ def load_chain_file(path: str | os.PathLike) -> MarkovChain:
             arrays = {key: file[key] for key in file.files}
     except Exception as error:
         raise ValueError(f"{path} is not an .npz file of plain arrays.") from error
+    if "counts" in arrays:
+        return load_table(path).to_chain()
     unknown = sorted(set(arrays) - {"P", "pi", "tokens"})
     if "P" not in arrays or unknown:
         raise ValueError(
