@@ -161,7 +161,12 @@ def diagnose(loss: PopulationLoss | MarkovChain, model: AttentionModel) -> Diagn
         )
     pi = chain.stationary.astype(model.W0.dtype)
     embedding, W0_values, _ = jnp.linalg.svd(model.W0, full_matrices=False)
-    _, W1_values, readout = jnp.linalg.svd(model.W1, full_matrices=False)
+    # One after the other: two mapped LAPACK calls that run at the same time wait for
+    # each other's threads, for ever on a machine with two cores (jaxlib 0.10.2).
+    W1 = _after(model.W1, W0_values)
+    _, W1_values, readout = jnp.linalg.svd(W1, full_matrices=False)
+    maps = _after(jnp.stack([model.WQ, model.WK]), W1_values)
+    WQ_values, WK_values = jnp.linalg.svd(maps, compute_uv=False)
     scores = model.attention_logits()
     attention = weighted_attention(scores, pi)
     top_attention = jnp.take(attention, jnp.argmax(pi), axis=1)
@@ -171,8 +176,8 @@ def diagnose(loss: PopulationLoss | MarkovChain, model: AttentionModel) -> Diagn
         singular_values=PerMatrix(
             W0=W0_values,
             W1=W1_values,
-            WQ=jnp.linalg.svd(model.WQ, compute_uv=False),
-            WK=jnp.linalg.svd(model.WK, compute_uv=False),
+            WQ=WQ_values,
+            WK=WK_values,
         ),
         # A singular vector of a zero matrix is arbitrary: scaling by the value first
         # makes it, and so the cosine, zero.
@@ -254,6 +259,14 @@ def embedding_path(models: AttentionModel) -> EmbeddingPath:
         basis=basis,
         center=center,
     )
+
+
+def _after(x: Float[Array, "..."], done: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x, available to the compiled program only once `done` is computed.
+
+    A barrier would not do: XLA removes it before it schedules. NaN in `done` spreads.
+    """
+    return x + jnp.where(jnp.isnan(jnp.sum(done)), jnp.nan, 0.0).astype(x.dtype)
 
 
 def _norm(x: Float[Array, "..."]) -> Scalar:
