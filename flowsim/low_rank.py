@@ -121,7 +121,9 @@ def best_rank_loss(
     dtype = chain.stationary.dtype
     shape = (2, num_starts, chain.num_states, rank)
     factors, losses, grad_norms = _minimise_factors(
-        chain, jax.random.normal(key, shape, dtype), max_steps
+        chain.stationary[:, None] * chain.transition,
+        jax.random.normal(key, shape, dtype),
+        max_steps,
     )
     # A start that failed numerically must not hide the others.
     best = jnp.nanargmin(losses)
@@ -147,14 +149,17 @@ def best_rank_loss(
 
 
 @eqx.filter_jit
-def _minimise_factors(chain, starts, max_steps):
-    """Final factors, losses and gradient norms of every start."""
+def _minimise_factors(pairs, starts, max_steps):
+    """Final factors, losses and gradient norms of every start.
+
+    `pairs` are the probabilities pi_i P_ij of consecutive tokens.
+    """
     accuracy = float(jnp.finfo(starts.dtype).eps) ** (2 / 3)
     solver = optx.LBFGS(rtol=accuracy, atol=accuracy)
 
     def objective(factors):
         logits = factors[0] @ factors[1].T
-        return -chain.pair_expectation(jax.nn.log_softmax(logits, axis=-1))
+        return -jnp.sum(pairs * jax.nn.log_softmax(logits, axis=-1))
 
     def minimise(start):
         solution = optx.minimise(
@@ -167,4 +172,5 @@ def _minimise_factors(chain, starts, max_steps):
         # Evaluated at the point returned, whatever the solver's own verdict.
         return solution.value, *value_and_grad_norm(objective, solution.value)
 
-    return jax.vmap(minimise)((starts[0], starts[1]))
+    # One start after another: they need very different numbers of steps.
+    return jax.lax.map(minimise, (starts[0], starts[1]))

@@ -40,7 +40,11 @@ from .conservation import (
     conserved_drift as conserved_drift,
 )
 from .loss import PopulationLoss
-from .low_rank import BestRankLoss as BestRankLoss, best_rank_loss as best_rank_loss
+from .low_rank import (
+    BestRankLoss as BestRankLoss,
+    RankOutcome as RankOutcome,
+    best_rank_loss as best_rank_loss,
+)
 from .markov import MarkovChain
 from .model import AttentionModel
 
