@@ -46,7 +46,7 @@ class Cycle:
     """Random seed of the initial parameters."""
     t1: float = 2e4
     """Final time (flow time)."""
-    rtol: float = 1e-6
+    rtol: float = 1e-8
     """Relative tolerance of one step (dimensionless)."""
     max_steps: int = 2**20
     """Bound on solver steps."""

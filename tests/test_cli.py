@@ -83,8 +83,8 @@ def test_counts_makes_a_table_that_loads_as_a_chain(tmp_path, monkeypatch, capsy
     assert code == 0 and "t.npz" in out
     chain = load_chain_file("t.npz")
     assert chain.tokens is not None and chain.tokens[0] == "the"
-    # "the" is followed by cat once and by dog twice; cat alone by the (saw is dropped).
-    np.testing.assert_allclose(chain.transition[0], [0, 2 / 3, 0, 1 / 3], atol=1e-14)
+    # Tokens: the . dog cat. "the" is followed by cat once and by dog twice.
+    np.testing.assert_allclose(chain.transition[0], [0, 0, 2 / 3, 1 / 3], atol=1e-14)
     code, _, err = run_command(
         ["counts", "text.txt", "--vocab", 4, "--output", "t.npz"], capsys
     )

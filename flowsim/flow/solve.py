@@ -67,7 +67,7 @@ def gradient_flow(
     t0: RealLike = 0.0,
     t1: RealLike,
     solver: diffrax.AbstractSolver | None = None,
-    rtol: RealLike = 1e-6,
+    rtol: RealLike | None = None,
     atol: RealLike | None = None,
     save: Save | ArrayLike | int | None = None,
     observe: Callable[[Any], PyTree[Array]] | None = None,
@@ -83,7 +83,9 @@ def gradient_flow(
         t0, t1: flow times, t0 < t1.
         solver: any adaptive Diffrax ODE solver; by default one is chosen, and the
             result's `settings` say which and why.
-        rtol: relative tolerance of one step, per component.
+        rtol: relative tolerance of one step, per component. Default: 1e-8 in double
+            precision, at which a whole focus-dilution cycle keeps its conserved
+            quantities to 1e-7; 1e-4 in single precision, which bears no less.
         atol: absolute tolerance of one step. Default: rtol / 10 times the root mean
             square of the initial parameters (at most 1), because the saddles amplify
             what starts at that size. It must lie well below every perturbation whose
@@ -120,6 +122,7 @@ def gradient_flow(
     _check_objective(objective, model)
     # Time has the model's own precision: Diffrax mixes the two in every step.
     dtype = jnp.result_type(*jtu.tree_leaves(model))
+    rtol = (1e-8 if jnp.finfo(dtype).bits >= 64 else 1e-4) if rtol is None else rtol
     start, end, relative = (jnp.asarray(x, dtype) for x in (t0, t1, rtol))
     if atol is None:
         absolute = default_atol(model, relative)
@@ -330,7 +333,7 @@ def _check_numbers(t0, t1, rtol, atol, save: Save, max_steps: int) -> None:
         return
     if not (math.isfinite(t0) and math.isfinite(t1) and t0 < t1):
         raise ValueError(f"t1 must be finite and after t0 = {t0}; got t1 = {t1}.")
-    if not 0 < rtol < 1:
+    if rtol is not None and not 0 < rtol < 1:
         raise ValueError(f"rtol must lie between 0 and 1; got {rtol}.")
     if atol is not None and not (atol >= 0 and math.isfinite(atol)):
         raise ValueError(f"atol must be finite and not negative; got {atol}.")
