@@ -8,6 +8,7 @@ on yourself, `jax.config.update("jax_enable_x64", True)`.
 
 from . import theory
 from .corpus import load_chain
+from .critical import CriticalOutcome, CriticalPoint, find_critical_point
 from .diagnostics import Diagnostics, diagnose, embedding_path
 from .flow import Save, gradient_flow
 from .loss import PopulationLoss, SampleLoss
@@ -20,28 +21,43 @@ from .markov import (
 )
 from .model import AttentionModel
 from .records import load_trajectory, save_trajectory
+from .saddles import find_saddles
+from .spectrum import Spectrum, block_weights, spectrum
+from .stages import find_stages
 from .trajectory import Outcome, Trajectory
+from .verification import Verdict, Verification, verify
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionModel",
+    "CriticalOutcome",
+    "CriticalPoint",
     "Diagnostics",
     "MarkovChain",
     "Outcome",
     "PopulationLoss",
     "SampleLoss",
     "Save",
+    "Spectrum",
     "Trajectory",
+    "Verdict",
+    "Verification",
+    "block_weights",
     "chain_from_counts",
     "diagnose",
     "embedding_path",
+    "find_critical_point",
+    "find_saddles",
+    "find_stages",
     "gradient_flow",
     "lazy_chain",
     "load_chain",
     "load_trajectory",
     "metropolis_chain",
     "save_trajectory",
+    "spectrum",
     "theory",
     "two_level_law",
+    "verify",
 ]

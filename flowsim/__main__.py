@@ -1,7 +1,8 @@
-"""The command line: `flowsim cycle`, `flowsim counts` (also `python -m flowsim`).
+"""The command line: `flowsim cycle`, `verify`, `counts` (also `python -m flowsim`).
 
 Arguments in, one table out, files in a run folder. Wrong input ends with one line on
-standard error and exit status 2; a run that did not end as asked with status 1.
+standard error and exit status 2; a run that did not end as asked, or a claim that
+fails, with status 1.
 """
 
 import contextlib
@@ -17,7 +18,6 @@ from typing import Annotated, Any, Literal
 import tyro
 
 _SHIPPED_VOCAB = 64
-_DEFAULT_LAZY = ((0.75, 0.19, 0.05, 0.01), 0.5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,29 @@ class Cycle:
 
 
 @dataclasses.dataclass(frozen=True)
+class Verify:
+    """Hold every claim of the theory against measurement: one table, a row per claim.
+
+    By default on the chain of four tokens with pi = (.75, .19, .05, .01) and lam = .5.
+    """
+
+    pi: tuple[float, ...] | None = None
+    """Stationary law of another lazy chain (probabilities)."""
+    lam: float | None = None
+    """Laziness of another lazy chain (dimensionless)."""
+    width: int = 16
+    """Embedding and key width."""
+    seed: int = 0
+    """Random seed of all directions."""
+    output: Path = Path("runs/verify")
+    """Folder for the table as JSON and Markdown."""
+    force: bool = False
+    """Replace an existing folder."""
+    quiet: bool = False
+    """Do not say what is being measured."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Counts:
     """Count the bigrams of a text into a table that `flowsim` can load as a chain."""
 
@@ -96,7 +119,7 @@ def _parse(arguments: list[str]) -> Any:
     try:
         with contextlib.redirect_stderr(said):
             return tyro.extras.subcommand_cli_from_dict(
-                {"cycle": Cycle, "counts": Counts},
+                {"cycle": Cycle, "verify": Verify, "counts": Counts},
                 prog="flowsim",
                 description="Exact gradient flow from saddle to saddle.",
                 args=arguments,
@@ -154,24 +177,60 @@ def _cycle(options: Cycle) -> int:
     return 0 if bool(run.succeeded) else 1
 
 
-def _chain(options: Cycle) -> Any:
-    from . import corpus, records
+def _verify(options: Verify) -> int:
+    import jax
+
+    from . import records
+    from .verification import verify
+
+    if options.width < 1:
+        raise ValueError(f"--width must be at least 1; got {options.width}.")
+    chain = _lazy(options) or _default_chain()
+    records.check_folder(options.output, force=options.force)
+    say = None if options.quiet else ft.partial(print, file=sys.stderr, flush=True)
+    table = verify(
+        chain, width=options.width, key=jax.random.key(options.seed), announce=say
+    )
+    folder = records.prepare_folder(options.output, force=options.force)
+    records.write_json(folder / "summary.json", {"claims": table.rows()})
+    records.write_text(folder / "claims.md", records.markdown_table(table.rows()))
+    print(table)
+    print(f"written: {folder}/summary.json, claims.md")
+    return 0 if table.succeeded else 1
+
+
+def _lazy(options: Cycle | Verify) -> Any:
+    """The lazy chain of --pi and --lam, or None without them."""
     from .markov import lazy_chain
 
-    name = options.chain
     if (options.pi is None) != (options.lam is None):
         raise ValueError("--pi and --lam go together: a lazy chain needs both.")
-    if options.pi is not None and name != "default":
+    if options.pi is None or options.lam is None:
+        return None
+    return lazy_chain(options.pi, options.lam)
+
+
+def _default_chain() -> Any:
+    from .markov import lazy_chain
+
+    return lazy_chain([0.75, 0.19, 0.05, 0.01], 0.5)
+
+
+def _chain(options: Cycle) -> Any:
+    from . import corpus, records
+
+    name, lazy = options.chain, _lazy(options)
+    if lazy is not None and name != "default":
         raise ValueError(
             f"--pi and --lam make a chain of their own; drop --chain {name}."
         )
     if options.vocab is not None and name not in corpus.CORPORA:
         known = ", ".join(corpus.CORPORA)
         raise ValueError(f"--vocab is for the shipped chains ({known}) only.")
-    if options.pi is not None and options.lam is not None:
-        return lazy_chain(options.pi, options.lam)
+    if lazy is not None:
+        return lazy
     if name == "default":
-        return lazy_chain(*_DEFAULT_LAZY)
+        return _default_chain()
     if name in corpus.CORPORA:
         return corpus.load_chain(name, vocab=options.vocab or _SHIPPED_VOCAB)
     if name.endswith(".npz"):
@@ -204,7 +263,7 @@ def _counts(options: Counts) -> int:
     return 0
 
 
-_COMMANDS = {Cycle: _cycle, Counts: _counts}
+_COMMANDS = {Cycle: _cycle, Verify: _verify, Counts: _counts}
 
 
 if __name__ == "__main__":

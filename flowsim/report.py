@@ -24,7 +24,7 @@ from .trajectory import Outcome, Trajectory
 
 
 def cycle_text(run: Trajectory, loss: PopulationLoss, stages: Stages) -> str:
-    """The table of stages, and below it what the figures in it can be trusted for."""
+    """The stages, the state at the end of each, and what both can be trusted for."""
     chain = loss.chain
     seen: Diagnostics = run.observables
     end = float(run.losses[-1])
@@ -45,7 +45,32 @@ def cycle_text(run: Trajectory, loss: PopulationLoss, stages: Stages) -> str:
     }
     width = max(map(len, lines))
     footer = "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
-    return f"{stages}\n\n{footer}"
+    return f"{stages}\n\n{_states(run, stages)}\n\n{footer}"
+
+
+def _states(run: Trajectory, stages: Stages) -> str:
+    """Loss, attention, rank ratio and entropy at the end of every stage."""
+    seen: Diagnostics = run.observables
+    columns = {
+        "loss": run.losses,
+        "attention on top token": seen.mean_top_attention,
+        "sigma2/sigma1 of W0": seen.rank_ratio().W0,
+        "attention entropy": seen.mean_attention_entropy,
+    }
+    rows = [("at the end of", "t", *columns)]
+    for stage in stages:
+        at = run.nearest(stage.end)
+        numbers = (f"{float(values[at]):.4g}" for values in columns.values())
+        rows.append((stage.name, f"{float(run.ts[at]):.5g}", *numbers))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join(lines)
 
 
 def write_cycle(
