@@ -11,7 +11,8 @@ stability (`flowsim.spectrum`).
 >>> import jax.numpy as jnp, flowsim as fs
 >>> saddle = lambda y: 0.5 * (1 - y[0] * y[1]) ** 2
 >>> point = fs.find_critical_point(saddle, jnp.array([0.1, -0.2]))
->>> point.outcome == CriticalOutcome.converged, bool(jnp.max(jnp.abs(point.model)) < 1e-12)
+>>> bool(point.succeeded), bool(jnp.max(jnp.abs(point.model)) < 1e-12)
+(True, True)
 """
 
 from typing import Any
@@ -26,8 +27,6 @@ from . import _summary, _trees
 from ._types import Objective, Params
 from .lanczos import check_double
 from .newton import RegularisedNewton
-
-DENSE_UP_TO = 1500  # parameters; the dense iteration diagonalises H at every step
 
 
 class CriticalOutcome(eqx.Enumeration):
@@ -105,8 +104,8 @@ def find_critical_point(
         max_steps: bound on the accepted steps of the solver.
         solver: any Optimistix least-squares solver, applied to the gradient; it stops
             by its own tolerances, but the outcome goes by `tol`. By default
-            `flowsim.newton.RegularisedNewton`, diagonalising the Hessian up to 1,500
-            parameters and using Hessian-vector products only above.
+            `flowsim.newton.RegularisedNewton`, which diagonalises the Hessian up to
+            300 parameters and uses Hessian-vector products only above.
 
     Raises:
         ValueError: on single precision.

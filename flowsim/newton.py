@@ -8,14 +8,14 @@ curved valley it accepts only tiny steps (on that saddle it stalls at 3e-5 after
 
 `RegularisedNewton` takes the same steps,
 
-    d = -(H^2 + mu^2)^-1 H g        (minimum norm as mu -> 0: exact null directions stay)
+    d = -(H^2 + mu^2)^-1 H g     (minimum norm as mu -> 0: null directions stay)
 
 and judges them in the norm in which they were computed: with R = (H^2 + mu^2)^-1 H a
 step is accepted when |R (g(y + d) - g - H d)| is less than half of |d|, that is when
 the part of the gradient that linearisation failed to predict would cause only a short
-further step. The rule does not change when stiff directions are rescaled
-("error-oriented" in Deuflhard's terms), needs no descent of any function, and goes to
-saddles as readily as to minima.
+further step ("error-oriented" in Deuflhard's terms). Nothing has to descend, so it goes
+to saddles as readily as to minima; that late saddle takes 10 steps. The price: where
+the soft direction itself turns fast, as in Rosenbrock's valley, steps are short.
 
 It is an Optimistix least-squares solver, so `optimistix.least_squares` runs it, and
 `find_critical_point` can run Optimistix's own solvers in its place.
@@ -27,7 +27,6 @@ References:
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -64,7 +63,7 @@ class RegularisedNewton(optx.AbstractLeastSquaresSolver):
         max_trials: trial steps before giving up, each with four times the mu.
     """
 
-    atol: float | Scalar
+    atol: float | Scalar  # pyright: ignore[reportIncompatibleVariableOverride]
     basis_size: int = eqx.field(static=True, default=300)
     max_trials: int = eqx.field(static=True, default=40)
     rtol: float = eqx.field(static=True, default=0.0)

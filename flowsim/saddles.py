@@ -1,4 +1,4 @@
-"""The critical points that a trajectory visits, in order, told apart from slow passages.
+"""The critical points that a trajectory visits, told apart from slow passages.
 
 A gradient flow that passes a saddle slows down, but slowing down does not make a
 saddle. `find_saddles` takes the slow stretches of a run (around the local minima of
@@ -17,12 +17,11 @@ Left out: what happens between the visits (`flowsim.stages`).
 [1, 0]
 """
 
+import itertools
 import math
 from typing import Any
 
 import equinox as eqx
-import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import optimistix as optx
@@ -31,7 +30,7 @@ from scipy.signal import find_peaks
 from . import _summary, _trees
 from ._types import Objective, Params, Scalar
 from .critical import CriticalPoint, find_critical_point
-from .spectrum import DENSE_UP_TO, Spectrum, spectrum
+from .spectrum import Spectrum, spectrum
 from .trajectory import Trajectory
 
 
@@ -51,7 +50,7 @@ class VisitedPoint(eqx.Module):
         kind: saddle, minimum, or slow passage.
         index: number of unstable directions; None for a slow passage.
         spectrum: spectrum at the point; None for a slow passage.
-        time, distance: time and Euclidean distance of the closest approach to the point.
+        time, distance: when and how closely the run approached the point.
         relative_distance: `distance` over the run's largest distance from the point.
         slow_time, slow_loss, slow_grad_norm: where |grad L| was smallest.
         exponent: measured with a second run: d log(smallest |grad L|) / d log eps.
@@ -87,12 +86,13 @@ class VisitedPoint(eqx.Module):
         return bool(self.kind != VisitKind.slow_passage)
 
     def __str__(self) -> str:
+        share = f"{self.relative_distance:.1%} of the run"
         rows = {
             "kind": VisitKind[self.kind],
             "index": self.index,
             "loss": self.loss,
             "closest at time": self.time,
-            "distance": f"{self.distance:.3g} ({self.relative_distance:.1%} of the run)",
+            "distance": f"{self.distance:.3g}, {share}",
             "slowest at time": self.slow_time,
             "|grad| there": f"{self.slow_grad_norm:.3e}",
             "|grad| polished": self.point.grad_norm,
@@ -160,7 +160,7 @@ def find_saddles(
     stretches = _slow_stretches(run, prominence, tol)
     visits: list[VisitedPoint] = []
     rows = len(run.ts)
-    fall = float(run.losses[0] - run.losses[-1])
+    fall = abs(float(run.losses[0] - run.losses[-1]))
 
     def polish(row: int) -> CriticalPoint:
         return find_critical_point(
@@ -177,18 +177,17 @@ def find_saddles(
         elif stretch.slowest in (0, rows - 1):
             continue
         for visit in sorted(found, key=lambda visit: visit.distance):
-            known = (
-                other
-                for other in visits
+            twins = [
+                place
+                for place, other in enumerate(visits)
                 if other.critical
                 and visit.critical
-                and abs(float(other.loss - visit.loss)) <= same_loss * abs(fall)
-            )
-            twin = next(known, None)
-            if twin is None:
+                and abs(float(other.loss - visit.loss)) <= same_loss * fall
+            ]
+            if not twins:
                 visits.append(visit)
-            elif visit.distance < twin.distance:
-                visits[visits.index(twin)] = visit
+            elif visit.distance < visits[twins[0]].distance:
+                visits[twins[0]] = visit
     visits = [_classify(objective, visit, center_tol) for visit in visits]
     if second_run is not None:
         _check_run(second_run, "second_run")
@@ -205,8 +204,8 @@ def _check_run(run: Any, name: str) -> None:
     saved = jtu.tree_leaves(run.models)[0].shape[0]
     if saved != run.ts.shape[0]:
         raise ValueError(
-            f"{name} must have been saved with its models; it holds {saved} of them for "
-            f"{run.ts.shape[0]} times."
+            f"{name} must have been saved with its models; it holds {saved} of them "
+            f"for {run.ts.shape[0]} times."
         )
 
 
@@ -218,8 +217,7 @@ def _slow_stretches(run: Trajectory, prominence: float, floor: float) -> list[_S
     padded = -np.concatenate([[top], level, [top]])
     slowest = find_peaks(padded, prominence=math.log(prominence))[0] - 1
     bursts = [
-        a + int(np.argmax(level[a : b + 1]))
-        for a, b in zip(slowest[:-1], slowest[1:], strict=True)
+        a + int(np.argmax(level[a : b + 1])) for a, b in itertools.pairwise(slowest)
     ]
     first, last = [0, *bursts], [*bursts, len(level) - 1]
     return [
@@ -232,6 +230,8 @@ def _guesses(run: Trajectory, stretch: _Stretch, number: int) -> list[int]:
     rows = np.arange(stretch.first, stretch.last + 1)
     sizes = np.asarray(run.grad_norms)
     rows = rows[sizes[rows] <= 4 * sizes[stretch.slowest]]
+    if rows.size < 2:
+        return []
     # Logarithmic time starts at the first positive time after the start.
     elapsed = np.maximum(
         np.asarray(run.ts)[rows] - float(run.ts[0]), float(run.ts[1] - run.ts[0])
@@ -307,7 +307,7 @@ def _compare(
     scale = math.log(sizes[0] / sizes[1])
     exponent = math.log(visit.slow_grad_norm / float(second.grad_norms[twin])) / scale
     expected, kind = None, visit.kind
-    if visit.index:
+    if visit.spectrum is not None and visit.index:
         values = np.asarray(visit.spectrum.values)
         tolerance = float(visit.spectrum.tolerance)
         stable, unstable = -values[values < -tolerance], values[values > tolerance]
