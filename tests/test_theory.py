@@ -123,7 +123,9 @@ def test_drift_is_the_largest_change_from_the_first_row():
     model = random_model(named_chain(DEFAULT))
     path = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf, leaf]), model)
     assert largest(theory.conserved_drift(path)) == 0.0
-    path = eqx.tree_at(lambda p: p.W1, path, path.W1.at[1, 2, 0].add(-0.25))
+    # From the last row the largest change would be 0.35.
+    changed = path.W1.at[1, 2, 0].add(-0.25).at[2, 2, 0].add(0.1)
+    path = eqx.tree_at(lambda p: p.W1, path, changed)
     drift = theory.conserved_drift(path)
     assert list(drift) == ["embedding_balance", "key_balance", "readout_sum"]
     close(drift["readout_sum"], 0.25)
