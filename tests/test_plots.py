@@ -505,6 +505,7 @@ def test_figures_leave_global_state_alone(tmp_path):
     assert plt.get_fignums() == windows
 
 
+@pytest.mark.slow
 def test_importing_and_drawing_chooses_no_backend():
     program = (
         "import sys, matplotlib\n"
