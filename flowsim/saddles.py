@@ -25,7 +25,6 @@ import equinox as eqx
 import jax.tree_util as jtu
 import numpy as np
 import optimistix as optx
-from scipy.signal import find_peaks
 
 from . import _summary, _trees
 from ._types import Objective, Params, Scalar
@@ -215,6 +214,9 @@ def _slow_stretches(run: Trajectory, prominence: float, floor: float) -> list[_S
     level = np.log(np.maximum(np.asarray(run.grad_norms), floor))
     top = np.max(level) + 2 * math.log(prominence)
     padded = -np.concatenate([[top], level, [top]])
+    # Imported here: it takes longer to load than the rest of the package.
+    from scipy.signal import find_peaks
+
     slowest = find_peaks(padded, prominence=math.log(prominence))[0] - 1
     bursts = [
         a + int(np.argmax(level[a : b + 1])) for a, b in itertools.pairwise(slowest)
