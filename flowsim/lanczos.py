@@ -388,7 +388,7 @@ def _next_block(
     random = jax.random.normal(key, remainder.shape, remainder.dtype)
     random = random / jnp.linalg.norm(random, axis=1, keepdims=True)
     following = jnp.where(exhausted, random, (orthonormal @ left).T)
-    for _ in range(2):
-        following = following - (following @ basis.T) @ basis
-        following = jnp.linalg.qr(following.T)[0].T
+    # Scaling up a small remainder has scaled up what was left along the basis.
+    following = following - (following @ basis.T) @ basis
+    following = jnp.linalg.qr(following.T)[0].T
     return following, jnp.where(exhausted, 0.0, following @ remainder.T)

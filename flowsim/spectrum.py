@@ -236,12 +236,14 @@ def _spectrum(
     tol, center_tol, symmetry_tol = tolerances
     num, which, dense, max_restarts, basis_size = options
     flat, unravel = _trees.ravel(params)
-    _, hessian = jax.linearize(jax.grad(lambda v: objective(unravel(v))), flat)
+    gradient = jax.grad(lambda v: objective(unravel(v)))
 
     def product(rows: Float[Array, "b n"]) -> Float[Array, "b n"]:
-        if rows.shape[0] <= 64:
-            return -jax.vmap(hessian)(rows)
-        return -jax.lax.map(hessian, rows, batch_size=_batch_size(flat.size))
+        return -jax.lax.map(
+            lambda row: jax.jvp(gradient, (flat,), (row,))[1],
+            rows,
+            batch_size=min(rows.shape[0], _batch_size(flat.size)),
+        )
 
     found = block_lanczos(
         product,
@@ -277,8 +279,9 @@ def _spectrum(
 
 
 def _batch_size(size: int) -> int:
-    """Rows multiplied at once, so that a batch holds about 2^22 numbers."""
-    return max(1, 2**22 // size)
+    """Products made at once: on a CPU as many as its caches hold."""
+    numbers = 2**15 if jax.default_backend() == "cpu" else 2**22
+    return max(1, numbers // size)
 
 
 def block_weights(direction: Params) -> dict[str, Scalar]:
