@@ -124,3 +124,15 @@ def test_the_residual_of_a_formula_is_its_error_constant(order):
     slope = (order + 1) * t**order
     missed = h * slope - left
     assert missed == pytest.approx(formulas.error[order] * rows[order], rel=1e-6)
+
+
+@pytest.mark.parametrize("order", range(1, MAX_ORDER + 1))
+def test_the_formula_solved_for_the_correction_is_the_same_formula(order):
+    """leading d + sum gamma_j nabla^j y_n is the left side, d = nabla^{k+1} y_{n+1}."""
+    formulas, h, t = Formulas(REAL_AXIS_KAPPA), 0.1, 0.7
+    old, new = differences(np.exp, t - h, h), differences(np.exp, t, h)
+    left = sum(new[j - 1] / j for j in range(1, order + 1))
+    left -= REAL_AXIS_KAPPA[order - 1] * formulas.gamma[order] * new[order]
+    solved = formulas.leading[order] * new[order]
+    solved += sum(formulas.gamma[j] * old[j - 1] for j in range(1, order + 1))
+    assert solved == pytest.approx(left, abs=1e-14)

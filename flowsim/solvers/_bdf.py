@@ -37,6 +37,7 @@ from ._controller import StepReport
 from ._differences import MAX_ORDER, REAL_AXIS_KAPPA, Formulas, correction, rescaling
 from ._interpolation import BackwardDifferenceInterpolation
 from ._newton import NewtonCG, NewtonSolve
+from ._recycling import Recycled
 
 # Each order bids for the next step with a step length that it expects to be accepted;
 # a change of order has to promise more than staying does. Values of Shampine and
@@ -59,6 +60,7 @@ class BDFState(eqx.Module):
         num_equal_steps: steps made with this order and length.
         curvature: measured nonlinearity of the implicit equation, and
         curvature_age: the number of steps since it was measured.
+        recycled: approximate eigenpairs of the Jacobian, if any are kept.
     """
 
     differences: Float[Array, "rows n"]
@@ -67,6 +69,7 @@ class BDFState(eqx.Module):
     num_equal_steps: Int[Array, ""]
     curvature: Float[Array, ""]
     curvature_age: Int[Array, ""]
+    recycled: Recycled | None
 
 
 class SymmetricBDF(diffrax.AbstractImplicitSolver, diffrax.AbstractAdaptiveSolver):
@@ -148,6 +151,7 @@ class SymmetricBDF(diffrax.AbstractImplicitSolver, diffrax.AbstractAdaptiveSolve
         if not jnp.issubdtype(y.dtype, jnp.floating):
             raise ValueError(f"y0 must be real floating point; got {y.dtype}.")
         first = _increment(terms, t0, t1 - t0, y0, args)(y)
+        rank = min(self.root_finder.rank, y.size)
         return BDFState(
             differences=jnp.zeros((self.num_rows, y.size), y.dtype).at[0].set(first),
             order=jnp.asarray(self.min_order, jnp.int32),
@@ -155,6 +159,7 @@ class SymmetricBDF(diffrax.AbstractImplicitSolver, diffrax.AbstractAdaptiveSolve
             num_equal_steps=jnp.zeros((), jnp.int32),
             curvature=jnp.zeros((), y.dtype),
             curvature_age=jnp.asarray(jnp.iinfo(jnp.int32).max // 2, jnp.int32),
+            recycled=Recycled.empty(rank, y.size, y.dtype) if rank else None,
         )
 
     def step(
@@ -201,6 +206,8 @@ class SymmetricBDF(diffrax.AbstractImplicitSolver, diffrax.AbstractAdaptiveSolve
             self.root_finder.weighted_norm(unravel, y, prediction),
             state.curvature,
             state.curvature_age,
+            state.recycled,
+            state.step / leading,
             self.root_find_max_steps,
         )
         d = newton.correction
@@ -217,6 +224,7 @@ class SymmetricBDF(diffrax.AbstractImplicitSolver, diffrax.AbstractAdaptiveSolve
             num_equal_steps=num_equal_steps,
             curvature=newton.curvature,
             curvature_age=newton.age,
+            recycled=newton.recycled,
         )
         asymmetric = newton.asymmetric
         report = StepReport(

@@ -11,8 +11,8 @@ them and are the reason for a solver of its own:
   <C x, p> differ, C is not symmetric. So every solve of two iterations or more also
   tests, for two inner products, the assumption that it rests on.
 
-It leaves out preconditioning. Convergence is judged by the recursive residual, which is
-the true residual up to round-off whether or not C is symmetric.
+Convergence is judged by the recursive residual, which is the true residual up to
+round-off whether or not C is symmetric.
 
 >>> import jax.numpy as jnp
 >>> C = jnp.array([-1.0, -10.0, -100.0])
@@ -77,8 +77,7 @@ class _Iterate(eqx.Module):
     residual: Float[Array, " n"]
     direction: Float[Array, " n"]
     image: Float[Array, " n"]
-    residual_squared: Float[Array, ""]
-    conjugation: Float[Array, ""]
+    alignment: Float[Array, ""]
     size: Float[Array, ""]
     count: Int[Array, ""]
     indefinite: Bool[Array, ""]
@@ -90,6 +89,7 @@ def conjugate_gradient(
     norm: Callable[[Float[Array, " n"]], Float[Array, ""]],
     tolerance: Float[Array, ""] | float,
     max_iterations: int | Int[Array, ""],
+    precondition: Callable[[Float[Array, " n"]], Float[Array, " n"]] = lambda r: r,
 ) -> LinearSolve:
     """Solve (I - C) x = rhs, starting from x = 0.
 
@@ -99,6 +99,7 @@ def conjugate_gradient(
         max_iterations: bound on the number of products. Reaching it, a direction of
             non-positive curvature, or a residual that is not a number all end the
             solve with `converged` False.
+        precondition: a symmetric positive definite map that resembles (I - C)^-1.
     """
 
     def unfinished(state: _Iterate):
@@ -109,33 +110,32 @@ def conjugate_gradient(
         )
 
     def iterate(state: _Iterate):
-        p = state.residual + state.conjugation * state.direction
+        z = precondition(state.residual)
+        alignment = state.residual @ z
+        p = z + (alignment / state.alignment) * state.direction
         image = product(p)
         curvature = p @ (p - image)
         indefinite = ~(curvature > 0)
-        alpha = jnp.where(indefinite, 0.0, state.residual_squared / curvature)
+        alpha = jnp.where(indefinite, 0.0, alignment / curvature)
         residual = state.residual - alpha * (p - image)
-        residual_squared = residual @ residual
         return _Iterate(
             solution=state.solution + alpha * p,
             residual=residual,
             direction=p,
             image=image,
-            residual_squared=residual_squared,
-            conjugation=residual_squared / state.residual_squared,
+            alignment=alignment,
             size=norm(residual),
             count=state.count + 1,
             indefinite=indefinite,
         )
 
-    zero, scalar = jnp.zeros_like(rhs), jnp.zeros((), rhs.dtype)
+    zero = jnp.zeros_like(rhs)
     start = _Iterate(
         solution=zero,
         residual=rhs,
         direction=zero,
         image=zero,
-        residual_squared=rhs @ rhs,
-        conjugation=scalar,
+        alignment=jnp.full((), jnp.inf, rhs.dtype),  # No direction to be conjugate to.
         size=norm(rhs),
         count=jnp.zeros((), jnp.int32),
         indefinite=jnp.zeros((), bool),

@@ -1,0 +1,117 @@
+"""Ritz vectors that outlive a step: a preconditioner recycled along the solution.
+
+The stiff directions of a flow turn slowly beside the steps that resolve it. So an
+approximate invariant subspace of the Jacobian J serves several Newton systems
+(I - c h J) x = b, one after the other, as the preconditioner
+
+    P^-1 = I + U^T (1/(1 - c h theta) - 1) U,       J U^T ~ U^T theta,   U U^T = I,
+
+for every c and h. Conjugate gradients then see the spectrum without its k largest
+members. A stale subspace costs iterations, not accuracy: P stays symmetric positive
+definite whatever U is.
+
+When to renew it is an economic question. Products beyond a fair number per step are
+added up; when they would have paid for a renewal, the subspace is renewed (the
+ski-rental argument). On problems that stay easy it never happens. A renewal is one
+sweep of subspace iteration with Rayleigh-Ritz, all of it with the present Jacobian.
+It converges to the eigenvalues largest in size, for a gradient flow the stiff ones.
+
+Tried and left out: harvesting the directions of conjugate gradients over several
+solves. It needs no products of its own and works while J stands still, but directions
+of different solves are nearly parallel and their images belong to different Jacobians;
+Rayleigh-Ritz amplifies that difference into large spurious Ritz values.
+
+References:
+    Y. Saad, M. Yeung, J. Erhel, F. Guyomarc'h, "A deflated version of the conjugate
+    gradient algorithm", SIAM J. Sci. Comput. 21 (2000). Y. Saad, "Numerical Methods
+    for Large Eigenvalue Problems" (2011), chapter 5: subspace iteration.
+"""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, DTypeLike, Float, Int
+
+# Sweeps of subspace iteration from a start that knows nothing; a renewal needs one.
+_FIRST_SWEEPS = 3
+# Products that a well preconditioned solve still needs.
+_FAIR_PRODUCTS = 10
+
+
+class Recycled(eqx.Module):
+    """Approximate eigenpairs of the Jacobian, the largest in size.
+
+    Attributes:
+        vectors: orthonormal rows (from the first renewal on), in single precision: a
+            preconditioner needs no more.
+        values: Ritz values, all zero before the first renewal.
+        excess: products spent beyond the fair number since the last renewal.
+    """
+
+    vectors: Float[Array, "k n"]
+    values: Float[Array, " k"]
+    excess: Int[Array, ""]
+
+    @classmethod
+    def empty(cls, rank: int, size: int, dtype: DTypeLike) -> "Recycled":
+        """Vectors that do not precondition anything yet."""
+        vectors = jax.random.normal(jax.random.key(0), (rank, size), jnp.float32)
+        return cls(vectors, jnp.zeros(rank, dtype), jnp.zeros((), jnp.int32))
+
+    def preconditioner(
+        self, scale: Float[Array, ""]
+    ) -> Callable[[Float[Array, " n"]], Float[Array, " n"]]:
+        """The map P^-1 for the matrix I - scale J.
+
+        Growing modes (theta > 0), of which there are few, are left alone.
+        """
+        decay = jnp.minimum(scale * self.values, 0.0)
+        # Rows orthonormal up to round-off must not make the map indefinite.
+        limit = 1 - 100 * float(jnp.finfo(self.vectors.dtype).eps)
+        weight = jnp.maximum(decay / (1 - decay), -limit).astype(self.vectors.dtype)
+        exact = lax.Precision.HIGHEST
+
+        def apply(r):
+            part = jnp.dot(self.vectors, r.astype(self.vectors.dtype), precision=exact)
+            update = jnp.dot(weight * part, self.vectors, precision=exact)
+            return r + update.astype(r.dtype)
+
+        active = jnp.any(weight < 0)
+        return lambda r: lax.cond(active, apply, lambda r: r, r)
+
+    def charge(self, num_products: Int[Array, ""]) -> "Recycled":
+        """The same after a solve that took so many products."""
+        excess = jnp.maximum(num_products - _FAIR_PRODUCTS, 0)
+        return eqx.tree_at(lambda s: s.excess, self, self.excess + excess)
+
+    def renew_if_due(
+        self, product: Callable[[Float[Array, " n"]], Float[Array, " n"]]
+    ) -> tuple["Recycled", Int[Array, ""]]:
+        """Renew the subspace if that pays, and the number of products it took.
+
+        Args:
+            product: the map v -> J v.
+        """
+        rank, dtype = self.values.size, self.values.dtype
+        exact = lax.Precision.HIGHEST
+        due = self.excess >= rank
+        sweeps = jnp.where(jnp.all(self.values == 0), _FIRST_SWEEPS, 1)
+
+        def sweep(_, state: Recycled) -> Recycled:
+            # One row at a time: XLA's batched products are slower than single ones.
+            images = lax.map(lambda v: product(v.astype(dtype)), state.vectors)
+            ritz = jnp.dot(images, state.vectors.astype(dtype).T, precision=exact)
+            values, mixing = jnp.linalg.eigh(0.5 * (ritz + ritz.T))
+            order = jnp.argsort(-jnp.abs(values))
+            images = jnp.dot(mixing[:, order].T, images, precision=exact)
+            # In this order the dominant directions are not disturbed by the others.
+            vectors = jnp.linalg.qr(images.T)[0].T.astype(state.vectors.dtype)
+            return Recycled(vectors, values[order], jnp.zeros((), jnp.int32))
+
+        renewed = lax.cond(
+            due, lambda s: lax.fori_loop(0, sweeps, sweep, s), lambda s: s, self
+        )
+        return renewed, jnp.where(due, sweeps * rank, 0).astype(jnp.int32)
