@@ -11,12 +11,18 @@ from .. import corpus
 from ..loss import PopulationLoss
 from ..markov import MarkovChain, lazy_chain
 from ..model import AttentionModel
+from ..saddles import find_saddles
 from ..stages import find_stages
 from .claims import Claim, Verification
 from .first_saddle import condensation_claims, escape_claims, origin_claims
 from .flows import dense, follow_escapes, observed_flow
 from .second_saddle import critical_point_claims, focus_claims, sign_claims
-from .whole_cycle import conservation_claims, plateau_claims, repetition_claims
+from .whole_cycle import (
+    approaches,
+    conservation_claims,
+    plateau_claims,
+    repetition_claims,
+)
 
 _SCALES = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 
@@ -27,6 +33,7 @@ def verify(
     width: int = 16,
     key_width: int | None = None,
     scale: float = 1e-3,
+    plateau_scales: tuple[float, float] = (1e-5, 1e-6),
     scales: Sequence[float] = _SCALES,
     t1: float = 2e4,
     rtol: float = 1e-8,
@@ -42,6 +49,8 @@ def verify(
             cycle has to end by `t1`.
         width, key_width: embedding width m and key width k (m when absent).
         scale: eps of the run through the whole cycle.
+        plateau_scales: two falling eps; the saddles whose distance falls from one to
+            the other are held against the predicted plateaus.
         scales: eps of the escape-time law, falling; at least two.
         t1: end of the whole cycle (flow time).
         rtol: relative tolerance of all flows.
@@ -64,6 +73,11 @@ def verify(
     ):
         raise ValueError(
             f"scales must be at least two positive numbers that fall; got {scales}."
+        )
+    if not 0 < plateau_scales[1] < plateau_scales[0]:
+        raise ValueError(
+            "plateau_scales must be two positive numbers that fall; "
+            f"got {plateau_scales}."
         )
     chain = lazy_chain([0.75, 0.19, 0.05, 0.01], 0.5) if chain is None else chain
     loss = PopulationLoss(dense(chain))
@@ -99,9 +113,21 @@ def verify(
         claims += sign_claims(_shipped_chains(), attention_key)
 
     say("saddles and stages of the cycle")
-    stages = find_stages(run, loss)
-    claims += plateau_claims(loss, run, stages)
-    claims += repetition_claims(loss, stages)
+    large, small = (
+        find_saddles(
+            observed_flow(
+                loss,
+                jax.tree.map(lambda leaf, eps=eps: eps * leaf, direction),
+                t1=t1,
+                rtol=rtol,
+            ),
+            loss,
+        )
+        for eps in plateau_scales
+    )
+    found = approaches(large, small, plateau_scales)
+    claims += plateau_claims(loss, run, found, plateau_scales)
+    claims += repetition_claims(loss, find_stages(run, loss))
     return Verification(tuple(claims))
 
 

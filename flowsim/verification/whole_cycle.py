@@ -1,6 +1,7 @@
 """Claims about a whole run: what is conserved, the plateaus, and the repetition."""
 
 import math
+from collections.abc import Sequence
 
 import equinox as eqx
 import jax
@@ -13,6 +14,7 @@ from ..derivatives import linearise
 from ..loss import PopulationLoss
 from ..low_rank import RankOutcome
 from ..model import AttentionModel
+from ..saddles import VisitedPoint
 from ..stages import Stage, Stages
 from ..trajectory import Trajectory
 from .claims import Claim, compare
@@ -82,46 +84,124 @@ def conservation_claims(loss: PopulationLoss, run: Trajectory) -> list[Claim]:
     ]
 
 
+class Approach(eqx.Module):
+    """A saddle near a run, and how its distance scales with eps.
+
+    Attributes:
+        loss, index: of the saddle.
+        distance, time: of closest approach in the run from the smaller eps.
+        exponent: d log(distance) / d log(eps) between two runs; positive for a saddle
+            that the flow approaches as eps -> 0, about zero for one it merely passes
+            by, NaN where only one of the runs comes near.
+    """
+
+    loss: float
+    index: int
+    distance: float
+    time: float
+    exponent: float
+
+
+def approaches(
+    large: Sequence[VisitedPoint],
+    small: Sequence[VisitedPoint],
+    scales: tuple[float, float],
+    same_loss: float = 1e-7,
+) -> list[Approach]:
+    """Match the saddles near two runs by their loss; in order of falling loss.
+
+    Args:
+        large, small: critical points visited from the larger and the smaller eps.
+        scales: these two eps.
+    """
+    found = []
+    for here, there in ((small, large), (large, small)):
+        for visit in here:
+            if not visit.index:
+                continue
+            twin = next(
+                (v for v in there if v.index and abs(v.loss - visit.loss) <= same_loss),
+                None,
+            )
+            if here is large and twin is not None:
+                continue  # Already matched from the other side.
+            exponent = math.nan
+            if twin is not None:
+                ratio = math.log(twin.distance / visit.distance)
+                exponent = ratio / math.log(scales[0] / scales[1])
+            found.append(
+                Approach(
+                    loss=float(visit.loss),
+                    index=visit.index,
+                    distance=visit.distance,
+                    time=visit.time,
+                    exponent=exponent,
+                )
+            )
+    return sorted(found, key=lambda approach: -approach.loss)
+
+
 def plateau_claims(
-    loss: PopulationLoss, run: Trajectory, stages: Stages
+    loss: PopulationLoss,
+    run: Trajectory,
+    found: Sequence[Approach],
+    scales: tuple[float, float],
+    least_exponent: float = 0.1,
 ) -> list[Claim]:
-    """The critical points visited lie where theory says, and there are no others."""
+    """The saddles approached as eps -> 0 lie where theory says; there are no others.
+
+    Being near a saddle is not enough: a run from any eps may pass by one that it does
+    not approach. The distance to a saddle that the flow visits falls like a power of
+    eps, so the exponent decides.
+
+    Args:
+        run: a run that has reached the end of the cycle.
+        found: saddles near two runs, see `approaches`.
+        scales: the two eps.
+        least_exponent: a saddle is approached when its exponent is at least this.
+    """
     chain = loss.chain
     levels = theory.plateaus(chain)
     predicted = [
-        ("log d, the origin", levels.origin, "stage I"),
-        ("H(pi), theta_c^1", levels.second, "stage II"),
+        ("log d, the origin", float(levels.origin), "stage I"),
+        ("H(pi), theta_c^1", float(levels.second), "stage II"),
     ]
     for rank in range(1, chain.num_states - 1):
         best = theory.best_rank_loss(chain, rank)
         # A number that is not vouched for must not pass as a prediction.
-        value = (
-            best.loss if bool(best.outcome == RankOutcome.converged) else None
-        )
+        vouched = bool(best.outcome == RankOutcome.converged)
+        value = float(best.loss) if vouched else math.nan
         predicted.append((f"L_{rank}, best logits of rank {rank}", value, "stage IV"))
-    saddles = [point for point in stages.visited if point.index > 0]
-    count = compare(
-        "cycle: number of saddles visited is d",
-        _CYCLE,
-        chain.num_states,
-        len(saddles),
-        0.0,
-        "losses " + ", ".join(f"{point.loss:.8f}" for point in saddles),
-    )
-    claims = [count]
-    for number, (name, value, theorem) in enumerate(predicted):
-        point = saddles[number] if number < len(saddles) else None
+    saddles = [point for point in found if point.exponent >= least_exponent]
+    passed = [point for point in found if point not in saddles]
+    between = f"eps = {scales[0]:.0e} and {scales[1]:.0e}"
+    note = f"saddles whose distance falls with an exponent of {least_exponent:g} or "
+    note += f"more between {between}: {_listed(saddles)}"
+    if passed:
+        note += f"; passed by, not approached: {_listed(passed)}"
+    claims = [
+        compare(
+            "cycle: number of saddles approached is d",
+            _CYCLE,
+            chain.num_states,
+            len(saddles),
+            0.0,
+            note,
+        )
+    ]
+    for name, value, theorem in predicted:
+        nearest = min(saddles, key=lambda p: abs(p.loss - value), default=None)
         claims.append(
             compare(
-                f"cycle: saddle {number + 1} has the loss {name}",
+                f"cycle: a saddle has the loss {name}",
                 theorem,
-                math.nan if value is None else value,
-                math.nan if point is None else point.loss,
+                value,
+                math.nan if nearest is None else nearest.loss,
                 1e-6,
-                ""
-                if point is None
-                else f"index {point.index}, closest at t = {point.time:.5g}, "
-                f"distance {point.distance:.2e}",
+                "no saddle approached"
+                if nearest is None
+                else f"index {nearest.index}, closest at t = {nearest.time:.5g} from "
+                f"eps = {scales[1]:.0e}, distance {nearest.distance:.2e}; scale H(P)",
                 scale=levels.floor,
             )
         )
@@ -136,6 +216,14 @@ def plateau_claims(
         )
     )
     return claims
+
+
+def _listed(points: Sequence[Approach]) -> str:
+    return ", ".join(
+        f"{point.loss:.8f} (index {point.index}, distance {point.distance:.2g}, "
+        f"exponent {point.exponent:.2f})"
+        for point in points
+    )
 
 
 def repetition_claims(loss: PopulationLoss, stages: Stages) -> list[Claim]:
@@ -176,7 +264,7 @@ def _dilution(statement: str, stage: Stage | None) -> Claim:
         statement,
         "stage III",
         -1.0,
-        np.sign(seen["valley"] - seen["peak"]),
+        np.sign(seen["lowest after peak"] - seen["peak"]),
         0.0,
         f"sign of the change; token {stage.token}: {seen['peak']:.3f} at t = "
         f"{stage.start:.5g}, {seen['lowest after peak']:.3f} by the stage's end at "
