@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 _SHIPPED_VOCAB = 64
+_MOST_SEARCHED = 2000  # Parameters up to which saddles are searched unasked.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,9 @@ class Cycle:
     """Relative tolerance of one step (dimensionless)."""
     max_steps: int = 2**20
     """Bound on solver steps."""
+    saddles: Literal["auto", "yes", "no"] = "auto"
+    """Search the saddles visited; auto: up to 2,000 parameters, beyond which it can
+    take many minutes. Without them stages are cut by attention and rank alone."""
     output: Path = Path("runs/cycle")
     """Run folder to write."""
     force: bool = False
@@ -139,7 +143,7 @@ def _refuse(message: str) -> None:
 def _cycle(options: Cycle) -> int:
     import jax
 
-    from . import diagnostics, records, report
+    from . import _trees, diagnostics, records, report
     from .flow import gradient_flow
     from .loss import PopulationLoss
     from .model import AttentionModel
@@ -168,11 +172,16 @@ def _cycle(options: Cycle) -> int:
         progress=not options.quiet,
     )
     seconds = time.perf_counter() - began
-    stages = find_stages(run, loss)
+    search = options.saddles == "yes" or (
+        options.saddles == "auto" and _trees.num_params(model) <= _MOST_SEARCHED
+    )
+    stages = find_stages(run, loss, visited=None if search else ())
     folder = records.prepare_folder(options.output, force=options.force)
     given = {key: _readable(value) for key, value in vars(options).items()}
     report.write_cycle(folder, run, loss, stages, given | {"seconds": seconds})
     print(report.cycle_text(run, loss, stages))
+    if not search:
+        print("saddles     not searched (large model); --saddles yes does")
     print(f"written: {folder}/summary.json, trajectory.npz, cycle.png")
     return 0 if bool(run.succeeded) else 1
 

@@ -62,6 +62,13 @@ def test_the_table_has_a_row_for_every_stage(toy):
     assert [row["stage"] for row in stages.rows()] == [s.name for s in stages]
 
 
+def test_without_visited_points_the_run_is_one_descent(toy):
+    run, _ = toy
+    stages = fs.find_stages(run, two_products, visited=())
+    assert [stage.name for stage in stages] == ["descent"]
+    assert stages[0].leaves is None and not stages.visited
+
+
 def test_a_run_without_models_is_refused_in_one_line():
     run = fs.gradient_flow(
         two_products, jnp.full((2, 2), 0.1), t1=5.0, save=fs.Save(models=False)

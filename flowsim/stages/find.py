@@ -117,6 +117,8 @@ def _departures(
     run: Trajectory, points: Sequence[VisitedPoint], same_rate: float
 ) -> list[Departure]:
     """Index, leading eigenvalue and measured escape rate of every visited point."""
+    if not points:
+        return []
     times = [point.time for point in points]
     legs = zip([-math.inf, *times[:-1]], [*times[1:], math.inf], strict=True)
     departures = []
