@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import tyro
 
@@ -135,7 +135,7 @@ def _parse(arguments: list[str]) -> Any:
         _refuse(re.sub(r"^\s*\w+ (error|options)\s+", "", " ".join(frame.split())))
 
 
-def _refuse(message: str) -> None:
+def _refuse(message: str) -> NoReturn:
     print(f"flowsim: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 

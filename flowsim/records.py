@@ -63,7 +63,7 @@ def save_trajectory(run: Trajectory, path: str | os.PathLike) -> None:
         **_flatten("models", run.models),
         **_flatten("observables", run.observables),
     }
-    numbers = {key: np.asarray(value) for key, value in arrays.items()}
+    numbers: dict[str, Any] = {key: np.asarray(value) for key, value in arrays.items()}
     numbers["header"] = np.array(json.dumps(header))
 
     def write(file):

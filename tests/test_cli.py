@@ -14,7 +14,7 @@ def run_command(arguments, capsys) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as end:
         main([str(argument) for argument in arguments])
     out, err = capsys.readouterr()
-    return end.value.code or 0, out, err
+    return int(end.value.code or 0), out, err
 
 
 @pytest.mark.slow

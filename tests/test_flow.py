@@ -1,5 +1,7 @@
 """The flow: exact solutions, records, tolerances at saddles, and every way to fail."""
 
+from typing import Any
+
 import diffrax
 import jax
 import jax.numpy as jnp
@@ -160,7 +162,7 @@ def test_too_few_steps_are_an_outcome_with_the_partial_path():
     assert not bool(run.succeeded)
     assert 2 < len(run.ts) <= 22 and 0 < float(run.ts[-1]) < 200.0
     again = fs.gradient_flow(
-        product, jnp.full(2, 1e-3), t1=200.0, max_steps=20, save=[1.0, 150.0]
+        product, jnp.full(2, 1e-3), t1=200.0, max_steps=20, save=np.array([1.0, 150.0])
     )
     assert again.outcome == fs.Outcome.max_steps_reached
     np.testing.assert_allclose(again.final, run.final, rtol=1e-12)
@@ -179,7 +181,7 @@ def test_a_gradient_that_stops_being_finite_is_an_outcome_with_the_path_up_to_th
 
 
 def test_a_start_without_a_finite_loss_is_an_outcome():
-    for save in (None, [0.5]):
+    for save in (None, np.array([0.5])):
         run = fs.gradient_flow(
             lambda y: jnp.log(y[0]), jnp.array([-1.0]), t1=1.0, save=save
         )
@@ -241,9 +243,11 @@ def test_lanes_of_a_vmap_are_the_single_runs_and_fail_alone():
 def test_a_second_call_does_not_compile_again():
     fs.gradient_flow(product, jnp.full(2, 1e-3), t1=5.0)
     compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, *args, **kwargs: compiled.append(name)
-    )
+
+    def listen(event: str, duration_secs: float, **kwargs: Any) -> None:
+        compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     fs.gradient_flow(product, jnp.full(2, 2e-3), t1=7.0, rtol=1e-5)
     assert not [name for name in compiled if "backend_compile" in name]
     jax.jit(lambda x: x + 1.0)(1.0)
@@ -324,6 +328,7 @@ def test_wrong_objectives_and_models_get_one_clear_line(objective, model, messag
 
 def test_thinning_keeps_order_ends_and_capacity():
     buffer = Thinning.empty(jnp.zeros(()), jnp.zeros(()), 1).enlarged(8)
+    kept = np.zeros(1)
     for block in range(5):
         ts = 1.0 + 10 * block + jnp.arange(10.0)
         buffer = buffer.extend(ts, ts, jnp.ones(10), jnp.ones(10, bool))
