@@ -304,7 +304,7 @@ def _finish(problem: Problem, carry: _Carry) -> Path:
             "num_steps": carry.num_steps,
             "num_accepted_steps": carry.num_accepted,
             "num_rejected_steps": carry.num_steps - carry.num_accepted,
-            **solver_statistics(carry.controller_state[0]),
+            **solver_statistics(carry.controller_state[0], carry.solver_state),
         },
     )
 

@@ -104,13 +104,20 @@ def outcome_of(result: diffrax.RESULTS) -> Outcome:
     return outcome
 
 
-def solver_statistics(controller_state: PyTree) -> dict[str, Any]:
-    """The counters that a controller keeps in its state, if it keeps any."""
-    return {
+def solver_statistics(controller_state: PyTree, solver_state: PyTree) -> dict[str, Any]:
+    """The counters in the state of the controller, or else of the solver, if any.
+
+    Those of a solver are of accepted steps: Diffrax drops its state on rejection.
+    """
+    counted = {
         name: value
         for name, value in getattr(controller_state, "__dict__", {}).items()
         if name.startswith("num_")
     }
+    for name in ("num_evaluations", "num_products"):
+        if name not in counted and hasattr(solver_state, name):
+            counted[name] = getattr(solver_state, name)
+    return counted
 
 
 @eqx.filter_jit

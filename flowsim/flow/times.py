@@ -43,7 +43,7 @@ def solve_at_times(
         None,
         y0,
         problem.objective,
-        saveat=diffrax.SaveAt(subs=subs, controller_state=True),
+        saveat=diffrax.SaveAt(subs=subs, solver_state=True, controller_state=True),
         stepsize_controller=problem.controller,
         event=problem.event,
         max_steps=max_steps,
@@ -79,5 +79,5 @@ def solve_at_times(
             key: sol.stats[key]
             for key in ("num_steps", "num_accepted_steps", "num_rejected_steps")
         }
-        | solver_statistics(sol.controller_state),
+        | solver_statistics(sol.controller_state, sol.solver_state),
     )

@@ -1,0 +1,1 @@
+"""Problems, methods and the figure of `benchmarks/solvers.py`."""
