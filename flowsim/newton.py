@@ -43,6 +43,7 @@ Regularised = Callable[[Scalar, Vector], tuple[Vector, Bool[Array, ""], Int[Arra
 
 
 class _State(eqx.Module):
+    start: Vector
     damping: Scalar  # mu
     done: Bool[Array, ""]
     num_gradients: Int[Array, ""]
@@ -54,18 +55,24 @@ class RegularisedNewton(optx.AbstractLeastSquaresSolver):
 
     The function must be the gradient of something: its Jacobian is taken as symmetric.
     One step is one accepted move; trial moves are counted in the statistics. The
-    iteration ends at |g| <= atol, or when no regularisation makes a step acceptable.
+    iteration ends at |g| <= atol, or when no regularisation makes a step acceptable,
+    or beyond one of the two bounds.
 
     Attributes:
         atol: absolute tolerance on the Euclidean norm of the gradient.
         basis_size: Krylov vectors, at most; n or more means that H is diagonalised
             instead (n products, n^2 memory) at every step.
         max_trials: trial steps before giving up, each with four times the mu.
+        max_products: no further trial once this many products with the Hessian are
+            made; the trial under way may add 2 `basis_size` + 1 to them.
+        max_distance: the iteration gives up once it is further from its start.
     """
 
     atol: float | Scalar  # pyright: ignore[reportIncompatibleVariableOverride]
     basis_size: int = eqx.field(static=True, default=300)
     max_trials: int = eqx.field(static=True, default=40)
+    max_products: int | Int[Array, ""] = 2**30
+    max_distance: float | Scalar = jnp.inf
     rtol: float = eqx.field(static=True, default=0.0)
     norm: Callable[[PyTree], Scalar] = eqx.field(static=True, default=optx.two_norm)
 
@@ -73,7 +80,7 @@ class RegularisedNewton(optx.AbstractLeastSquaresSolver):
         gradient, _ = fn(y, args)
         size = jnp.linalg.norm(gradient)
         one = jnp.ones((), jnp.int32)
-        return _State(size, ~(size > self.atol), one, 0 * one)
+        return _State(y, size, ~(size > self.atol), one, 0 * one)
 
     def step(self, fn, y, args, options, state: _State, tags):
         gradient, hessian, aux = jax.linearize(lambda v: fn(v, args), y, has_aux=True)
@@ -94,14 +101,16 @@ class RegularisedNewton(optx.AbstractLeastSquaresSolver):
             resolved = length > jnp.finfo(y.dtype).eps * jnp.linalg.norm(y)
             # A NaN fails the comparison.
             acceptable = resolved & accurate & judged & (ratio < 0.5)
+            spent = products + used + used_again + 1
             hopeless = ~resolved | (trials + 1 >= self.max_trials)
+            hopeless = hopeless | (state.num_products + spent >= self.max_products)
             return (
                 jnp.where(acceptable, y + step, y),
                 jnp.where(acceptable, ratio, jnp.inf),
                 jnp.where(acceptable, mu, 4 * mu),
                 acceptable | hopeless,
                 trials + 1,
-                products + used + used_again + 1,
+                spent,
             )
 
         moved, ratio, mu, _, trials, products = jax.lax.while_loop(
@@ -118,9 +127,12 @@ class RegularisedNewton(optx.AbstractLeastSquaresSolver):
         )
         shrink = jnp.where(ratio < 0.1, 0.1, jnp.where(ratio < 0.25, 0.3, 1.0))
         small = ~(jnp.linalg.norm(fn(moved, args)[0]) > self.atol)
+        strayed = jnp.linalg.norm(moved - state.start) > self.max_distance
+        exhausted = state.num_products + products >= self.max_products
         state = _State(
+            start=state.start,
             damping=mu * shrink,
-            done=small | jnp.isinf(ratio),
+            done=small | jnp.isinf(ratio) | strayed | exhausted,
             num_gradients=state.num_gradients + trials + 2,
             num_products=state.num_products + products,
         )

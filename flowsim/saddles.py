@@ -8,7 +8,8 @@ passage. A second run from a smaller start settles doubtful cases: the smallest 
 near a saddle falls like eps^(ls / (ls + lu)), with ls the slowest stable and lu the
 fastest unstable rate, and beside a slow passage it stays.
 
-Left out: what happens between the visits (`flowsim.stages`).
+Left out: the records that come back (`flowsim.visits`), which of two critical points
+are one (`flowsim.copies`), and what happens between visits (`flowsim.stages`).
 
 >>> import jax.numpy as jnp, flowsim as fs
 >>> loss = lambda y: 0.5 * (1 - y[0] * y[1]) ** 2
@@ -17,99 +18,52 @@ Left out: what happens between the visits (`flowsim.stages`).
 [1, 0]
 """
 
-import itertools
+import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import optimistix as optx
 
-from . import _summary, _trees
-from ._types import Objective, Params, Scalar
+from . import _trees
+from ._types import Objective, Params
+from .copies import (
+    Invariants,
+    are_close,
+    are_connected,
+    have_equal_spectra,
+    invariants_of,
+)
 from .critical import CriticalPoint, find_critical_point
-from .spectrum import Spectrum, spectrum
+from .model import AttentionModel
+from .newton import RegularisedNewton
+from .spectrum import DENSE_UP_TO, Spectrum, spectrum
+from .stretches import Stretch, check_run, rows_to_try, slow_stretches
 from .trajectory import Trajectory
+from .visits import VisitedPoint, VisitKind, components, distances_from
+
+# Pairs sought at either end, and restarts allowed, until no unstable one is missing.
+_SPECTRA = ((40, 10), (160, 2))
+_SAME = 1e-5  # Relative difference up to which points, invariants, spectra are equal.
+_ROUND_OFF = 100 * np.finfo(float).eps
 
 
-class VisitKind(eqx.Enumeration):
-    """What a slow stretch of a run was."""
+class _Search(eqx.Module):
+    """The settings of one search."""
 
-    saddle = "saddle"
-    minimum = "minimum"
-    slow_passage = "slow passage, no critical point nearby"
-
-
-class VisitedPoint(eqx.Module):
-    """A slow stretch of a run, and the critical point behind it if there is one.
-
-    Attributes:
-        point: result of polishing; for a slow passage, where the attempt ended.
-        kind: saddle, minimum, or slow passage.
-        index: number of unstable directions; None for a slow passage.
-        spectrum: spectrum at the point; None for a slow passage.
-        time, distance: when and how closely the run approached the point.
-        relative_distance: `distance` over the run's largest distance from the point.
-        slow_time, slow_loss, slow_grad_norm: where |grad L| was smallest.
-        exponent: measured with a second run: d log(smallest |grad L|) / d log eps.
-        expected_exponent: ls / (ls + lu) for a saddle with such rates.
-    """
-
-    point: CriticalPoint
-    kind: VisitKind
-    index: int | None
-    spectrum: Spectrum | None
-    time: float
-    distance: float
-    relative_distance: float
-    slow_time: float
-    slow_loss: float
-    slow_grad_norm: float
-    exponent: float | None = None
-    expected_exponent: float | None = None
-
-    @property
-    def model(self) -> Params:
-        """Parameters of the critical point."""
-        return self.point.model
-
-    @property
-    def loss(self) -> Scalar:
-        """Objective at the critical point."""
-        return self.point.loss
-
-    @property
-    def critical(self) -> bool:
-        """Whether the run visited a critical point here."""
-        return bool(self.kind != VisitKind.slow_passage)
-
-    def __str__(self) -> str:
-        share = f"{self.relative_distance:.1%} of the run"
-        rows = {
-            "kind": VisitKind[self.kind],
-            "index": self.index,
-            "loss": self.loss,
-            "closest at time": self.time,
-            "distance": f"{self.distance:.3g}, {share}",
-            "slowest at time": self.slow_time,
-            "|grad| there": f"{self.slow_grad_norm:.3e}",
-            "|grad| polished": self.point.grad_norm,
-        }
-        if self.exponent is not None:
-            expected = self.expected_exponent
-            rows["exponent"] = f"{self.exponent:.3g}" + (
-                "" if expected is None else f" (a saddle: {expected:.3g})"
-            )
-        return _summary.aligned("VisitedPoint", rows)
-
-
-class _Stretch(eqx.Module):
-    """Rows `first` to `last` around the slowest row, between two bursts."""
-
-    first: int
-    slowest: int
-    last: int
+    run: Trajectory
+    objective: Objective
+    near: float
+    tol: float
+    max_steps: int
+    max_products: int
+    center_tol: float
+    same_loss: float
+    solver: optx.AbstractLeastSquaresSolver | None
+    invariants: Invariants | None
 
 
 def find_saddles(
@@ -122,7 +76,9 @@ def find_saddles(
     same_loss: float = 1e-8,
     tol: float = 1e-12,
     max_steps: int = 50,
+    max_products: int | None = None,
     center_tol: float = 1e-7,
+    invariants: Literal["auto"] | Invariants | None = "auto",
     solver: optx.AbstractLeastSquaresSolver | None = None,
     second_run: Trajectory | None = None,
 ) -> list[VisitedPoint]:
@@ -134,9 +90,21 @@ def find_saddles(
     and the end of the run count as slowest rows where |grad L| is smallest there, but
     are reported only if they are near a critical point.
 
-    Duplicates: along a gradient flow the loss falls strictly, so critical points with
-    equal loss are copies of each other (by a symmetry, or along a degenerate manifold);
-    the one approached most closely is kept.
+    A polish gives up at a distance from its guess from which the point could no longer
+    count as visited. Where the problem is too large to be diagonalised (more than 300
+    parameters) it starts from the guess with its small singular values removed, leaf by
+    leaf: directions that have not grown yet are zero at the saddle that a flow from a
+    small start visits, and slow to find with products alone. If that leads to no point
+    nearby, the guess itself is polished.
+
+    Cost: at most `max_products` Hessian-vector products for each stretch, up to the 600
+    of a trial under way when they run out; a stretch left undecided by that is reported
+    as unresolved. Then a spectrum for each critical point: complete up to 2,000
+    parameters, at most 30,000 products above, usually 1,000. If these do not suffice
+    to find all unstable directions, the index is a lower bound (`index_exact`).
+
+    Duplicates are removed, up to symmetries and along manifolds of critical points:
+    see `flowsim.copies`. The one approached most closely is kept.
 
     Args:
         run: a concrete trajectory with its models.
@@ -146,8 +114,13 @@ def find_saddles(
         prominence: factor by which |grad L| must rise on both sides of a minimum.
         num_guesses: rows polished per stretch.
         same_loss: losses within this fraction of the run's whole fall are equal.
-        tol, max_steps, solver: see `find_critical_point`.
+        tol, max_steps, solver: see `find_critical_point`. The bounds on distance and
+            products hold for the default solver only.
+        max_products: bound on the Hessian-vector products of a stretch; when absent,
+            10,000 up to 2,000 parameters and 4,000 above.
         center_tol: see `spectrum`.
+        invariants: a function of the parameters that the objective's symmetries leave
+            unchanged, dimensionless; "auto" knows those of `AttentionModel`.
         second_run: a run whose start is a scaled-down copy of this one's (the same
             draw). A saddle whose measured exponent is below half the expected one is
             then reported as a slow passage.
@@ -155,106 +128,166 @@ def find_saddles(
     Raises:
         ValueError: if the run is traced, a batch, or was saved without its models.
     """
-    _check_run(run, "run")
-    stretches = _slow_stretches(run, prominence, tol)
+    check_run(run, "run")
+    if invariants == "auto":
+        known = isinstance(run.models, AttentionModel)
+        invariants = invariants_of if known else None
+    small = _trees.num_params(run.model_at(0)) <= DENSE_UP_TO
+    search = _Search(
+        run=run,
+        objective=objective,
+        near=near,
+        tol=tol,
+        max_steps=max_steps,
+        max_products=max_products or (10_000 if small else 4_000),
+        center_tol=center_tol,
+        same_loss=same_loss * abs(float(run.losses[0] - run.losses[-1])),
+        solver=solver,
+        invariants=invariants,
+    )
     visits: list[VisitedPoint] = []
-    rows = len(run.ts)
-    fall = abs(float(run.losses[0] - run.losses[-1]))
-
-    def polish(row: int) -> CriticalPoint:
-        return find_critical_point(
-            objective, run.model_at(row), tol=tol, max_steps=max_steps, solver=solver
-        )
-
+    stretches = slow_stretches(run, prominence, tol)
     for stretch in stretches:
-        point = polish(stretch.slowest)
-        found = [_visit(run, stretch, point, near)]
-        if found[0].critical:
-            for row in _guesses(run, stretch, num_guesses):
-                found.append(_visit(run, stretch, polish(row), near))
-            found = [visit for visit in found if visit.critical]
-        elif stretch.slowest in (0, rows - 1):
-            continue
+        found = _visits(search, stretch, num_guesses)
         for visit in sorted(found, key=lambda visit: visit.distance):
-            twins = [
-                place
-                for place, other in enumerate(visits)
-                if other.critical
-                and visit.critical
-                and abs(float(other.loss - visit.loss)) <= same_loss * fall
-            ]
-            if not twins:
+            twin = next(
+                (i for i, v in enumerate(visits) if _is_copy(search, v, visit)), None
+            )
+            if twin is None:
                 visits.append(visit)
-            elif visit.distance < visits[twins[0]].distance:
-                visits[twins[0]] = visit
-    visits = [_classify(objective, visit, center_tol) for visit in visits]
+            elif visit.distance < visits[twin].distance:
+                visits[twin] = visit
+    visits = [_classify(search, stretches, visit) for visit in visits]
     if second_run is not None:
-        _check_run(second_run, "second_run")
-        slow = [s.slowest for s in _slow_stretches(second_run, prominence, tol)]
+        check_run(second_run, "second_run")
+        slow = [s.slowest for s in slow_stretches(second_run, prominence, tol)]
         visits = [_compare(visit, run, second_run, slow) for visit in visits]
     return sorted(visits, key=lambda visit: visit.time)
 
 
-def _check_run(run: Any, name: str) -> None:
-    if _trees.is_traced((run.ts, run.losses)) or run.ts.ndim != 1:
-        raise ValueError(
-            f"{name} must be one concrete trajectory; got a batch or tracers."
+def _visits(search: _Search, stretch: Stretch, num_guesses: int) -> list[VisitedPoint]:
+    """Critical points near one stretch, classified; or the one failed attempt."""
+    run, left = search.run, search.max_products
+    point, left = _polish(search, run.model_at(stretch.slowest), left)
+    first = _visit(search, stretch, point, search.max_products - left)
+    if not first.critical:
+        inner = stretch.slowest not in (0, len(run.ts) - 1)
+        return [first] if inner or bool(first.kind == VisitKind.unresolved) else []
+    found = [first]
+    # A row that takes many times the products of the slowest is not worth them.
+    share = _share(first.num_products)
+    for row in rows_to_try(run, stretch, num_guesses):
+        budget = min(share, left)
+        if budget <= 0:
+            break
+        point, rest = _polish(search, run.model_at(row), budget)
+        left -= budget - rest
+        found.append(_visit(search, stretch, point, budget - rest))
+    return [visit for visit in found if visit.critical]
+
+
+def _polish(search: _Search, guess: Params, left: int) -> tuple[CriticalPoint, int]:
+    """Polish one row within a budget of products; returns what is left of it."""
+    extent = float(np.max(distances_from(search.run.models, guess)))
+    # Of a visited point the guess is no further than near / (1 - near) extents if it
+    # is the row of closest approach; twice that for the other rows.
+    reach = 2 * search.near / (1 - min(search.near, 0.5)) * extent
+
+    def polish(start: Params, budget: int) -> CriticalPoint:
+        return find_critical_point(
+            search.objective,
+            start,
+            tol=search.tol,
+            max_steps=search.max_steps,
+            solver=search.solver or _newton(search.tol, budget, reach),
         )
-    saved = jtu.tree_leaves(run.models)[0].shape[0]
-    if saved != run.ts.shape[0]:
-        raise ValueError(
-            f"{name} must have been saved with its models; it holds {saved} of them "
-            f"for {run.ts.shape[0]} times."
-        )
+
+    if _trees.num_params(guess) <= RegularisedNewton(0.0).basis_size:
+        point = polish(guess, left)
+        return point, left - _num_products(point)
+    simple = polish(_without_small_parts(guess, search.near * extent), left)
+    spent = _num_products(simple)
+    if spent >= left or (bool(simple.succeeded) and _is_near(search, simple)):
+        return simple, left - spent
+    # Next to a point that is known already the guess may not cost many times as much.
+    budget = left - spent
+    if bool(simple.succeeded):
+        budget = min(budget, _share(spent))
+    point = polish(guess, budget)
+    better = point if bool(point.succeeded) or not bool(simple.succeeded) else simple
+    return better, left - spent - _num_products(point)
 
 
-def _slow_stretches(run: Trajectory, prominence: float, floor: float) -> list[_Stretch]:
-    """Stretches around the prominent local minima of |grad L|, ends included."""
-    # Below the tolerance differences are round-off.
-    level = np.log(np.maximum(np.asarray(run.grad_norms), floor))
-    top = np.max(level) + 2 * math.log(prominence)
-    padded = -np.concatenate([[top], level, [top]])
-    # Imported here: it takes longer to load than the rest of the package.
-    from scipy.signal import find_peaks
-
-    slowest = find_peaks(padded, prominence=math.log(prominence))[0] - 1
-    bursts = [
-        a + int(np.argmax(level[a : b + 1])) for a, b in itertools.pairwise(slowest)
-    ]
-    first, last = [0, *bursts], [*bursts, len(level) - 1]
-    return [
-        _Stretch(a, int(s), b) for a, s, b in zip(first, slowest, last, strict=True)
-    ]
+def _num_products(point: CriticalPoint) -> int:
+    return int(point.stats.get("num_hessian_products", 0))
 
 
-def _guesses(run: Trajectory, stretch: _Stretch, number: int) -> list[int]:
-    """Rows of a stretch, spread in logarithmic time, where |grad L| is still small."""
-    rows = np.arange(stretch.first, stretch.last + 1)
-    sizes = np.asarray(run.grad_norms)
-    rows = rows[sizes[rows] <= 4 * sizes[stretch.slowest]]
-    if rows.size < 2:
-        return []
-    # Logarithmic time starts at the first positive time after the start.
-    elapsed = np.maximum(
-        np.asarray(run.ts)[rows] - float(run.ts[0]), float(run.ts[1] - run.ts[0])
+def _share(spent: int) -> int:
+    """Products allowed where a neighbouring search took `spent`."""
+    return max(1000, 5 * spent)
+
+
+def _is_near(search: _Search, point: CriticalPoint) -> bool:
+    distances = distances_from(search.run.models, point.model)
+    return bool(np.min(distances) <= search.near * np.max(distances))
+
+
+def _newton(tol: float, max_products: int, max_distance: float) -> RegularisedNewton:
+    """The default solver with its bounds as arrays, so that it is compiled once."""
+    return RegularisedNewton(
+        atol=jnp.asarray(tol, float),
+        max_products=jnp.asarray(max_products, jnp.int32),
+        max_distance=jnp.asarray(max_distance, float),
     )
-    wanted = np.geomspace(elapsed[0], elapsed[-1], number)
-    nearest = {int(rows[np.argmin(np.abs(elapsed - time))]) for time in wanted}
-    return sorted(nearest - {stretch.slowest})
+
+
+def _without_small_parts(guess: Params, limit: float) -> Params:
+    """The guess without its small singular values, of norm `limit` at most in all.
+
+    A leaf that is no matrix counts as one row. The cut is made at the widest gap
+    between the singular values of all leaves, or above all of them if they are small
+    against `limit`.
+    """
+
+    def factors(leaf: Any):
+        matrix = np.asarray(leaf)
+        matrix = matrix if matrix.ndim == 2 else matrix.reshape(1, -1)
+        return np.linalg.svd(matrix, full_matrices=False)
+
+    leaves, structure = jtu.tree_flatten(guess)
+    parts = [factors(leaf) for leaf in leaves]
+    values = np.sort(np.concatenate([values for _, values, _ in parts]))
+    removable = int(np.sum(np.sqrt(np.cumsum(values**2)) <= limit))
+    if removable == 0:
+        return guess
+    # Gap i lies between values i and i + 1; above all of them comes the limit.
+    gaps = np.diff(np.append(values, max(limit, values[-1])))[:removable]
+    threshold = values[int(np.argmax(gaps))]
+    kept = (
+        ((u * np.where(s > threshold, s, 0.0)) @ v).reshape(leaf.shape)
+        for leaf, (u, s, v) in zip(leaves, parts, strict=True)
+    )
+    return jtu.tree_unflatten(structure, [jnp.asarray(leaf) for leaf in kept])
 
 
 def _visit(
-    run: Trajectory, stretch: _Stretch, point: CriticalPoint, near: float
+    search: _Search, stretch: Stretch, point: CriticalPoint, num_products: int
 ) -> VisitedPoint:
-    distances = _distances(run.models, point.model)
+    """How closely the stretch approached a point."""
+    run = search.run
+    distances = distances_from(run.models, point.model)
     inside = distances[stretch.first : stretch.last + 1]
     closest = stretch.first + int(np.argmin(inside))
     distance, extent = float(distances[closest]), float(np.max(distances))
     relative = distance / extent if extent > 0 else 0.0
-    visited = bool(point.succeeded) and relative <= near
+    kind = VisitKind.slow_passage
+    if bool(point.succeeded) and relative <= search.near:
+        kind = VisitKind.saddle  # Or a minimum: see `_classify`.
+    elif not bool(point.succeeded) and num_products >= search.max_products:
+        kind = VisitKind.unresolved
     return VisitedPoint(
         point=point,
-        kind=VisitKind.saddle if visited else VisitKind.slow_passage,
+        kind=kind,
         index=None,
         spectrum=None,
         time=float(run.ts[closest]),
@@ -263,39 +296,84 @@ def _visit(
         slow_time=float(run.ts[stretch.slowest]),
         slow_loss=float(run.losses[stretch.slowest]),
         slow_grad_norm=float(run.grad_norms[stretch.slowest]),
+        num_products=num_products,
     )
 
 
-def _distances(models: Params, point: Params) -> np.ndarray:
-    squares = jtu.tree_map(
-        lambda leaf, centre: np.sum(
-            (np.asarray(leaf) - np.asarray(centre)).reshape(leaf.shape[0], -1) ** 2,
-            axis=1,
-        ),
-        models,
-        point,
+def _is_copy(search: _Search, other: VisitedPoint, visit: VisitedPoint) -> bool:
+    """Whether two visits are to one critical point: see `flowsim.copies`."""
+    if not (other.critical and visit.critical):
+        return False
+    if abs(float(other.loss - visit.loss)) > search.same_loss:
+        return False
+    here, there, invariants = other.model, visit.model, search.invariants
+    if are_close(here, there, _SAME):
+        return True
+    if invariants and are_close(invariants(here), invariants(there), _SAME):
+        return True
+    length = float(_trees.norm(_trees.subtract(here, there)))
+    middle = find_critical_point(
+        search.objective,
+        _trees.scale(0.5, _trees.add_scaled(here, 1.0, there)),
+        tol=search.tol,
+        max_steps=search.max_steps,
+        solver=_newton(search.tol, search.max_products // 10, 0.25 * length),
     )
-    return np.sqrt(sum(jtu.tree_leaves(squares)))
+    if (
+        bool(middle.succeeded)
+        and abs(float(middle.loss - visit.loss)) <= search.same_loss
+        and are_connected(here, there, middle.model)
+    ):
+        return True
+    if invariants:
+        return False
+    return have_equal_spectra(_spectrum(search, here), _spectrum(search, there), _SAME)
+
+
+def _spectrum(search: _Search, point: Params) -> Spectrum:
+    """Spectrum with all unstable pairs, unless that takes too many products."""
+    if _trees.num_params(point) <= DENSE_UP_TO:
+        return spectrum(search.objective, point, center_tol=search.center_tol)
+    found = None
+    for num, max_restarts in _SPECTRA:
+        found = spectrum(
+            search.objective,
+            point,
+            num=num,
+            max_restarts=max_restarts,
+            center_tol=search.center_tol,
+        )
+        if bool(found.all_unstable_found):
+            break
+    assert found is not None
+    return found
 
 
 def _classify(
-    objective: Objective, visit: VisitedPoint, center_tol: float
+    search: _Search, stretches: list[Stretch], visit: VisitedPoint
 ) -> VisitedPoint:
     """Complete a visit by the spectrum at its point: index, saddle or minimum."""
     if not visit.critical:
         return visit
-    found = spectrum(objective, visit.model, center_tol=center_tol)
-    num = 20
-    while not found.complete and not found.all_unstable_found and num <= 320:
-        found = spectrum(objective, visit.model, num=num, center_tol=center_tol)
-        num *= 2
+    run, found = search.run, _spectrum(search, visit.model)
     index = int(found.num_unstable)
-    kind = VisitKind.saddle if index > 0 else VisitKind.minimum
-    return eqx.tree_at(
-        lambda v: (v.kind, v.index, v.spectrum),
+    kind, part, on_manifold = VisitKind.minimum, None, False
+    if index > 0:
+        ts = np.asarray(run.ts)
+        inside = [s for s in stretches if ts[s.first] <= visit.time <= ts[s.last]]
+        rows = slice(inside[0].first, inside[-1].last + 1)
+        models = jtu.tree_map(lambda leaf: leaf[rows], run.models)
+        parts = components(models, visit.model, found.unstable)
+        kind, part = VisitKind.saddle, float(np.min(np.linalg.norm(parts, axis=1)))
+        size = float(_trees.norm(run.model_at(rows.start)))
+        on_manifold = part <= _ROUND_OFF * size
+    return dataclasses.replace(
         visit,
-        (kind, index, found),
-        is_leaf=lambda x: x is None,
+        kind=kind,
+        index=index,
+        spectrum=found,
+        unstable_distance=part,
+        on_stable_manifold=on_manifold,
     )
 
 
@@ -309,16 +387,14 @@ def _compare(
     scale = math.log(sizes[0] / sizes[1])
     exponent = math.log(visit.slow_grad_norm / float(second.grad_norms[twin])) / scale
     expected, kind = None, visit.kind
-    if visit.spectrum is not None and visit.index:
+    # The slowest stable rate is known from a complete spectrum only.
+    if visit.spectrum is not None and visit.index and visit.spectrum.complete:
         values = np.asarray(visit.spectrum.values)
         tolerance = float(visit.spectrum.tolerance)
         stable, unstable = -values[values < -tolerance], values[values > tolerance]
         if stable.size:
             expected = float(np.min(stable) / (np.min(stable) + np.max(unstable)))
             kind = kind if exponent >= 0.5 * expected else VisitKind.slow_passage
-    return eqx.tree_at(
-        lambda v: (v.kind, v.exponent, v.expected_exponent),
-        visit,
-        (kind, exponent, expected),
-        is_leaf=lambda x: x is None,
+    return dataclasses.replace(
+        visit, kind=kind, exponent=exponent, expected_exponent=expected
     )

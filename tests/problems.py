@@ -1,8 +1,12 @@
 """Toy problems that several test files share."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
+from flowsim.flow import gradient_flow
+from flowsim.loss import PopulationLoss
 from flowsim.markov import MarkovChain, lazy_chain, metropolis_chain
 from flowsim.model import AttentionModel
 
@@ -89,3 +93,32 @@ def allen_cahn(u, width=0.05):
     spacing = 1 / u.size
     bending = 0.5 * width**2 * jnp.sum(jnp.diff(u) ** 2) / spacing**2
     return bending + 0.25 * jnp.sum((u**2 - 1) ** 2)
+
+
+# Objectives with saddles in known places, and flows past them.
+
+
+def hyperbolic(y):
+    """Origin a saddle of index 1, the hyperbola y0 y1 = 1 a line of minima."""
+    return 0.5 * (1 - y[0] * y[1]) ** 2
+
+
+def two_modes(y):
+    """Saddles at losses .505 and .005, minimum 0: two products, learnt in turn."""
+    sigma = jnp.array([1.0, 0.1])
+    return 0.5 * jnp.sum((sigma - y["u"] * y["v"]) ** 2)
+
+
+@functools.cache
+def two_mode_run(eps, t1=400.0):
+    """From u = v = eps; every caller shares the run."""
+    start = {"u": jnp.full(2, eps), "v": jnp.full(2, eps)}
+    return gradient_flow(two_modes, start, t1=t1)
+
+
+@functools.cache
+def default_cycle(eps):
+    """The whole cycle on the default chain, width 16; every caller shares the run."""
+    objective = PopulationLoss(named_chain("default"))
+    model = AttentionModel.init(jax.random.key(0), vocab=4, width=16, scale=eps)
+    return objective, gradient_flow(objective, model, t1=2e4)

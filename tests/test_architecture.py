@@ -21,7 +21,7 @@ FLOORS = [
     ["loss", "low_rank", "trajectory", "records"],
     ["symmetry", "lanczos", "newton", "solvers", "flow"],
     ["spectrum", "critical", "theory", "diagnostics"],
-    ["saddles"],
+    ["stretches", "visits", "copies", "saddles"],
     ["stages"],
     ["verification"],
     ["plots"],

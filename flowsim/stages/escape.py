@@ -12,6 +12,7 @@ from jax.tree_util import tree_leaves
 
 from .._types import Params
 from ..trajectory import Trajectory
+from ..visits import components, distances_from
 
 _SAMPLES = 64
 _LEAST_E_FOLDS = 0.5
@@ -37,6 +38,15 @@ class EscapeFit(eqx.Module):
     start: float
     end: float
     e_folds: float
+
+    @property
+    def resolved(self) -> bool:
+        """Whether the error is at most a quarter of the rate.
+
+        It is not where the run passes the saddle too far away, or too briefly, for
+        growth at one rate.
+        """
+        return self.error <= 0.25 * abs(self.rate)
 
 
 def fit_escape(
@@ -64,7 +74,8 @@ def fit_escape(
         eigenvalue: the predicted rate.
         after, until: closest approaches to the saddle before, and to the next.
     """
-    part, distance = _part(run.models, point, directions)
+    part = np.linalg.norm(components(run.models, point, directions), axis=-1)
+    distance = distances_from(run.models, point)
     ts = np.asarray(run.ts)
     leg = (ts >= after) & (ts <= until)
     closest = int(np.argmin(np.where(leg, distance, np.inf)))
@@ -98,17 +109,3 @@ def fit_escape(
         end=float(even[-1]),
         e_folds=float(values[-1] - values[0]),
     )
-
-
-def _part(
-    models: Params, point: Params, directions: Params
-) -> tuple[np.ndarray, np.ndarray]:
-    """|V^T (theta(t) - theta*)| and |theta(t) - theta*| at every saved time."""
-    components, squares = 0.0, 0.0
-    leaves = (tree_leaves(tree) for tree in (models, point, directions))
-    for rows, center, basis in zip(*leaves, strict=True):
-        moved = np.asarray(rows) - np.asarray(center)
-        moved = moved.reshape(len(moved), -1)
-        components = components + moved @ np.asarray(basis).reshape(len(basis), -1).T
-        squares = squares + np.sum(moved**2, axis=-1)
-    return np.linalg.norm(np.asarray(components), axis=-1), np.sqrt(squares)

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .. import _trees
 from .._types import Objective
 from ..loss import PopulationLoss
 from ..model import AttentionModel
-from ..saddles import VisitedPoint, find_saddles
+from ..saddles import find_saddles
+from ..stretches import check_run
 from ..trajectory import Trajectory
+from ..visits import VisitedPoint, ending
 from .cuts import Cut, Thresholds, Watched, cut_by_attention, cut_by_plateaus
 from .escape import fit_escape
 from .table import Changes, Departure, Stage, Stages
@@ -69,7 +70,7 @@ def find_stages(
     Raises:
         ValueError: if the run is traced, a batch, or was saved without models.
     """
-    _check_run(run)
+    check_run(run, "run")
     limits = Thresholds() if thresholds is None else thresholds
     found = find_saddles(run, objective) if visited is None else visited
     visits = _departures(run, [point for point in found if point.critical], same_rate)
@@ -88,6 +89,7 @@ def find_stages(
             _stage(cut, ts, losses, visits, seen, limits, labels) for cut in cuts
         ),
         visited=tuple(visits),
+        ending=ending(run, found) if visited is None or visited else None,
         thresholds=limits,
     )
 
@@ -139,9 +141,11 @@ def _departures(
             Departure(
                 loss=float(point.loss),
                 index=point.index,
+                index_exact=point.index_exact,
                 eigenvalue=leading,
                 time=point.time,
                 distance=point.distance,
+                on_stable_manifold=point.on_stable_manifold,
                 escape=escape,
             )
         )
@@ -225,20 +229,6 @@ def _changes(cut: Cut, seen: Watched, limits: Thresholds) -> Changes:
         fallen=down if moved[down] < 0 else None,
         fall=min(0.0, float(moved[down])),
     )
-
-
-def _check_run(run: Trajectory) -> None:
-    if _trees.is_traced(run) or run.ts.ndim != 1:
-        raise ValueError(
-            f"run must be one concrete trajectory; got ts of shape {run.ts.shape}"
-            f"{', traced' if _trees.is_traced(run) else ''}."
-        )
-    rows = jtu.tree_leaves(run.models)[0].shape[0]
-    if rows != len(run.ts) or rows < 2:
-        raise ValueError(
-            "run must keep its models at two saved times or more; it has "
-            f"{rows} models at {len(run.ts)} times."
-        )
 
 
 def _pad(leaf: Any) -> np.ndarray:

@@ -5,6 +5,7 @@ from typing import Any
 
 import equinox as eqx
 
+from ..visits import Ending
 from .cuts import Thresholds
 from .escape import EscapeFit
 
@@ -14,20 +15,26 @@ class Departure(eqx.Module):
 
     Attributes:
         loss: objective at the point.
-        index: number of unstable directions; of a large problem, of those found.
+        index: number of unstable directions found.
+        index_exact: whether that is all of them; else the index is a lower bound.
         eigenvalue: leading eigenvalue of the flow's Jacobian there, the predicted
             growth rate (1/flow time); not positive at a minimum.
         time: when the run is closest to it.
         distance: Euclidean distance at that time.
+        on_stable_manifold: whether the run, as far as double precision can tell, lies
+            on the stable manifold, so that round-off decides when it leaves.
         escape: growth rate measured while the run leaves; None where it does not leave,
-            or not through enough of the linear regime to measure a rate.
+            or not through enough of the linear regime to measure a rate. Its error may
+            leave it unresolved.
     """
 
     loss: float
     index: int
+    index_exact: bool
     eigenvalue: float
     time: float
     distance: float
+    on_stable_manifold: bool
     escape: EscapeFit | None
 
 
@@ -92,9 +99,12 @@ class Stage(eqx.Module):
             "loss at end": self.losses[1],
             "leaves saddle with loss": None if left is None else left.loss,
             "index": None if left is None else left.index,
+            "index is exact": None if left is None else left.index_exact,
+            "on stable manifold": None if left is None else left.on_stable_manifold,
             "leading eigenvalue": None if left is None else left.eigenvalue,
             "fitted rate": None if escape is None else escape.rate,
             "error of fit": None if escape is None else escape.error,
+            "fit is resolved": None if escape is None else escape.resolved,
             "fitted from": None if escape is None else escape.start,
             "fitted to": None if escape is None else escape.end,
             "share of fall after saddle": self.share,
@@ -118,11 +128,13 @@ class Stages(eqx.Module):
     Attributes:
         stages: the stages.
         visited: the critical points visited, in order of visit.
+        ending: where the run ends; None where critical points were not sought.
         thresholds: the settings behind names and boundaries.
     """
 
     stages: tuple[Stage, ...]
     visited: tuple[Departure, ...]
+    ending: Ending | None
     thresholds: Thresholds
 
     def rows(self) -> list[dict[str, Any]]:
@@ -149,7 +161,10 @@ class Stages(eqx.Module):
         if attention:
             header += ["rank W0", "top attention", "attention to itself"]
         cells = [_cells(stage, attention) for stage in self.stages]
-        return "\n".join(_align([header, *cells]))
+        lines = _align([header, *cells])
+        if self.ending is not None:
+            lines.append(f"the run has {Ending[self.ending]}")
+        return "\n".join(lines)
 
 
 def _cells(stage: Stage, attention: bool) -> list[str]:
@@ -162,9 +177,9 @@ def _cells(stage: Stage, attention: bool) -> list[str]:
         f"{stage.losses[0]:.6f}",
         f"{stage.losses[1]:.6f}",
         "-" if left is None else f"{left.loss:.6f}",
-        "-" if left is None else str(left.index),
+        "-" if left is None else f"{'' if left.index_exact else '>='}{left.index}",
         "-" if left is None else f"{left.eigenvalue:.5g}",
-        "-" if escape is None else f"{escape.rate:.4g} ± {escape.error:.1g}",
+        _rate(escape),
     ]
     changes = stage.changes
     if attention and changes is not None:
@@ -176,6 +191,14 @@ def _cells(stage: Stage, attention: bool) -> list[str]:
     elif attention:
         cells += ["", "", ""]
     return cells
+
+
+def _rate(escape: EscapeFit | None) -> str:
+    if escape is None:
+        return "-"
+    if not escape.resolved:
+        return "unresolved"
+    return f"{escape.rate:.4g} ± {escape.error:.1g}"
 
 
 def _tokens(changes: Changes) -> str:

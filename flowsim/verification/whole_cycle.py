@@ -14,9 +14,9 @@ from ..derivatives import linearise
 from ..loss import PopulationLoss
 from ..low_rank import RankOutcome
 from ..model import AttentionModel
-from ..saddles import VisitedPoint
 from ..stages import Stage, Stages
 from ..trajectory import Trajectory
+from ..visits import VisitedPoint
 from .claims import Claim, compare
 
 _INVARIANCE, _CYCLE = "invariances", "stages I-IV"
