@@ -110,11 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     # The command line's own default; the library never switches it.
     jax.config.update("jax_enable_x64", True)
-    try:
-        status = _COMMANDS[type(command)](command)
-    except (ValueError, OSError) as error:
-        _refuse(str(error))
-    sys.exit(status)
+    sys.exit(_COMMANDS[type(command)](command))
 
 
 def _parse(arguments: list[str]) -> Any:
@@ -135,6 +131,22 @@ def _parse(arguments: list[str]) -> Any:
         _refuse(re.sub(r"^\s*\w+ (error|options)\s+", "", " ".join(frame.split())))
 
 
+@contextlib.contextmanager
+def _input():
+    """Around the reading of input alone: an error elsewhere is not the user's."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        _refuse(str(error))
+
+
+def _check_positive(**options: float) -> None:
+    for name, value in options.items():
+        if not 0 < value < float("inf"):
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} must be positive; got {value}.")
+
+
 def _refuse(message: str) -> NoReturn:
     print(f"flowsim: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
@@ -149,18 +161,22 @@ def _cycle(options: Cycle) -> int:
     from .model import AttentionModel
     from .stages import find_stages
 
-    chain = _chain(options)
-    if not 0 < options.scale < float("inf"):
-        raise ValueError(f"--scale must be positive; got {options.scale}.")
-    model = AttentionModel.init(
-        jax.random.key(options.seed),
-        vocab=chain.num_states,
-        width=options.width or (16 if chain.num_states <= 16 else 32),
-        key_width=options.key_width,
-        scale=options.scale,
-    )
+    with _input():
+        chain = _chain(options)
+        _check_positive(scale=options.scale, t1=options.t1, rtol=options.rtol)
+        _check_positive(max_steps=options.max_steps)
+        if options.rtol >= 1:
+            raise ValueError(f"--rtol must be below 1; got {options.rtol}.")
+        width = 16 if chain.num_states <= 16 else 32
+        model = AttentionModel.init(
+            jax.random.key(options.seed),
+            vocab=chain.num_states,
+            width=width if options.width is None else options.width,
+            key_width=options.key_width,
+            scale=options.scale,
+        )
+        records.check_folder(options.output, force=options.force)
     loss = PopulationLoss(chain)
-    records.check_folder(options.output, force=options.force)
     began = time.perf_counter()
     run = gradient_flow(
         loss,
@@ -192,10 +208,10 @@ def _verify(options: Verify) -> int:
     from . import records
     from .verification import verify
 
-    if options.width < 1:
-        raise ValueError(f"--width must be at least 1; got {options.width}.")
-    chain = _lazy(options) or _default_chain()
-    records.check_folder(options.output, force=options.force)
+    with _input():
+        _check_positive(width=options.width)
+        chain = _lazy(options) or _default_chain()
+        records.check_folder(options.output, force=options.force)
     say = None if options.quiet else ft.partial(print, file=sys.stderr, flush=True)
     table = verify(
         chain, width=options.width, key=jax.random.key(options.seed), announce=say
@@ -258,15 +274,16 @@ def _readable(value: Any) -> Any:
 def _counts(options: Counts) -> int:
     from . import corpus
 
-    if options.output.exists() and not options.force:
-        raise ValueError(f"{options.output} exists; give --force to replace it.")
-    table = corpus.count_bigrams(
-        options.text,
-        tokeniser=options.tokeniser,
-        vocab=options.vocab,
-        keep_headings=options.keep_headings,
-    )
-    corpus.save_table(table, options.output)
+    with _input():
+        if options.output.exists() and not options.force:
+            raise ValueError(f"{options.output} exists; give --force to replace it.")
+        table = corpus.count_bigrams(
+            options.text,
+            tokeniser=options.tokeniser,
+            vocab=options.vocab,
+            keep_headings=options.keep_headings,
+        )
+        corpus.save_table(table, options.output)
     print(table)
     print(f"written: {options.output}")
     return 0

@@ -162,7 +162,8 @@ def check_folder(path: str | os.PathLike, *, force: bool = False) -> Path:
 
     Raises:
         ValueError: the folder holds something and `force` is not given, or the path
-            cannot be a run folder (a file, or a folder that holds something else).
+            cannot be a run folder (a file, a folder that holds something else, or a
+            place that cannot be written).
     """
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
@@ -175,6 +176,9 @@ def check_folder(path: str | os.PathLike, *, force: bool = False) -> Path:
                 f"{folder} does not look like a run folder (no summary.json); it is "
                 "not replaced."
             )
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+        raise ValueError(f"{folder} cannot be written: {nearest} does not allow it.")
     return folder
 
 

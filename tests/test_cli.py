@@ -46,7 +46,11 @@ def test_cycle_prints_stages_and_writes_summary_trajectory_and_figure(tmp_path, 
         (["cycle", "--pi", 0.5, 0.6, "--lam", 0.1], "sum"),
         (["cycle", "--pi", 0.5, 0.5, "--lam", 1.5], "lam"),
         (["cycle", "--scale", -1], "--scale must be positive"),
-        (["cycle", "--t1", -1], "t1"),
+        (["cycle", "--t1", -1], "--t1 must be positive"),
+        (["cycle", "--rtol", 2], "--rtol must be below 1"),
+        (["cycle", "--max-steps", 0], "--max-steps must be positive"),
+        (["cycle", "--width", 0], "width"),
+        (["verify", "--width", 0], "--width must be positive"),
         (["cycle", "--t1", "soon"], "soon"),
         (["cycle", "--chain", "missing.npz"], "no chain file"),
         (["cycle", "--wrong", 1], "wrong"),
@@ -64,6 +68,24 @@ def test_wrong_input_ends_with_one_line_and_status_2(
     assert err.startswith("flowsim: error: ") and err.count("\n") == 1
     assert message in err
     assert not list(tmp_path.iterdir())
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_run(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("not a folder")
+    code, _, err = run_command(["cycle", "--output", "text.txt/run"], capsys)
+    assert code == 2 and "cannot be written" in err and err.count("\n") == 1
+
+
+def test_an_internal_error_is_not_called_wrong_input(tmp_path, monkeypatch):
+    def broken(*args, **kwargs):
+        raise ValueError("a fault of the library")
+
+    monkeypatch.setattr("flowsim.flow.gradient_flow", broken)
+    with pytest.raises(ValueError, match="a fault of the library"):
+        main(["cycle", "--t1", "1", "--output", str(tmp_path / "run"), "--quiet"])
 
 
 def test_every_option_has_help_with_its_default(capsys):
