@@ -51,8 +51,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         ax.set_xlabel("seconds")
         ax.set_ylabel("error of the final state")
     figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, 2 * columns),
-        frameon=False, fontsize="small",
+        handles.values(), handles.keys(), loc="outside lower center",
+        ncols=min(4, 2 * columns), frameon=False, fontsize="small",
     )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)

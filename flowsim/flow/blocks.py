@@ -20,17 +20,20 @@ from .. import _trees
 from .._types import Params, Scalar
 from ..derivatives import value_and_grad_norm
 from ..trajectory import Outcome, Thinning
+from . import labour
 from .problem import (
     TERM,
     Path,
     Problem,
     allowed_rise,
+    check_objective,
     measure,
     outcome_of,
     solver_statistics,
 )
 
 _BLOCK_STEPS = 512  # Solver steps between two looks from outside.
+_WATCHED_STEPS = 128  # The same where the solver may have to be changed.
 _BLOCK_NUMBERS = 2**24  # Numbers in one block of rows: bounds memory for large models.
 
 
@@ -77,7 +80,9 @@ def _resumable(problem: Problem) -> _Resumable:
     return _Resumable(problem.controller, problem.rtol, problem.atol, norm)
 
 
-class _Carry(eqx.Module):
+class Blocks(eqx.Module):
+    """A run between two blocks."""
+
     t: Scalar
     y: Params
     dt: Scalar
@@ -93,7 +98,8 @@ class _Carry(eqx.Module):
 
 
 @eqx.filter_jit
-def _start(problem: Problem, y0: Params, t0: Scalar, t1: Scalar) -> _Carry:
+def _start(problem: Problem, y0: Params, t0: Scalar, t1: Scalar) -> Blocks:
+    check_objective(problem.objective, y0)
     solver, controller = problem.solver, _resumable(problem)
     order = solver.error_order(TERM)
     t_next, controller_state = controller.init(
@@ -104,7 +110,7 @@ def _start(problem: Problem, y0: Params, t0: Scalar, t1: Scalar) -> _Carry:
     t_next = jnp.where(finite, jnp.minimum(t_next, t1), t1)
     solver_state = solver.init(TERM, t0, t_next, y0, problem.objective)
     row = y0 if problem.keep_models else measure(problem, y0)
-    carry = _Carry(
+    carry = Blocks(
         t=t0,
         y=y0,
         dt=t_next - t0,
@@ -121,7 +127,7 @@ def _start(problem: Problem, y0: Params, t0: Scalar, t1: Scalar) -> _Carry:
     return _strongly_typed(carry)
 
 
-def _strongly_typed(carry: _Carry) -> _Carry:
+def _strongly_typed(carry: Blocks) -> Blocks:
     """Turn Python scalars and weak types into arrays.
 
     Diffrax leaves some in its initial states; the second block would compile anew.
@@ -137,8 +143,8 @@ def _strongly_typed(carry: _Carry) -> _Carry:
 
 
 def _advance(
-    problem: Problem, carry: _Carry, t1: Scalar, block: int, every: int | None
-) -> _Carry:
+    problem: Problem, carry: Blocks, t1: Scalar, block: int, every: int | None
+) -> Blocks:
     """One more block of solver steps."""
 
     def row(t, y, args):
@@ -188,13 +194,13 @@ def _advance(
     outcome = Outcome.where(loss > carry.loss + rise, Outcome.loss_increased, outcome)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     outcome = Outcome.where(finite, outcome, Outcome.not_finite)
-    carry = _Carry(
+    carry = Blocks(
         t=t,
         y=y,
         dt=controller_state[1],
         solver_state=sol.solver_state,
         controller_state=controller_state,
-        store=carry.store.extend(ts, rows, increments, wanted),
+        store=_stored(carry.store, ts, rows, increments, wanted, accepted),
         loss=loss,
         grad_norm=grad_norm,
         outcome=outcome,
@@ -208,9 +214,43 @@ def _advance(
 _advance_jit = eqx.filter_jit(_advance)
 
 
+def _stored(
+    store: Thinning,
+    ts: Float[Array, " block"],
+    rows: PyTree[Array],
+    increments: Float[Array, " block"],
+    wanted: Bool[Array, " block"],
+    accepted: Int[Array, ""],
+) -> Thinning:
+    """The buffer with a block of rows; without merging while there is room."""
+    capacity, block = store.ts.shape[0], ts.shape[0]
+    if capacity < block:
+        return store.extend(ts, rows, increments, wanted)
+
+    def append(store: Thinning) -> Thinning:
+        def place(old, new):
+            return jax.lax.dynamic_update_slice_in_dim(old, new, store.count, 0)
+
+        lengths = store.total + jnp.cumsum(increments)
+        return Thinning(
+            ts=place(store.ts, ts),
+            rows=jtu.tree_map(place, store.rows, rows),
+            lengths=place(store.lengths, lengths),
+            total=lengths[-1],
+            count=store.count + accepted,
+            bin_width=store.bin_width,
+        )
+
+    room = (store.count + block <= capacity) & (store.bin_width == 0)
+    room &= jnp.sum(wanted, dtype=accepted.dtype) == accepted
+    return jax.lax.cond(
+        room, append, lambda s: s.extend(ts, rows, increments, wanted), store
+    )
+
+
 def _path_increments(
     problem: Problem,
-    carry: _Carry,
+    carry: Blocks,
     ts: Float[Array, " block"],
     rows: PyTree[Array],
     accepted: Int[Array, ""],
@@ -250,13 +290,14 @@ def solve_in_blocks(
     every: int | None,
     max_steps: int,
     progress: bool,
-) -> Path:
+) -> Blocks:
     """Integrate and keep accepted steps: every n-th, or at most so many by path."""
     carry = _start(problem, y0, t0, t1)
     # Asked of the result: the objective may close over a traced value.
     traced = _trees.is_traced(carry)
     num = _trees.num_params(y0)
-    block = max(1, min(_BLOCK_STEPS, _BLOCK_NUMBERS // num, max_steps))
+    longest = _WATCHED_STEPS if problem.may_recycle else _BLOCK_STEPS
+    block = max(1, min(longest, _BLOCK_NUMBERS // num, max_steps))
     num_blocks = -(-max_steps // block)
     block = -(-max_steps // num_blocks)
     if every is None:
@@ -274,7 +315,7 @@ def solve_in_blocks(
         )
     else:
         carry = _drive(problem, carry, t0, t1, block, limit, every, progress)
-    return _finish(problem, carry)
+    return carry
 
 
 @eqx.filter_jit
@@ -282,8 +323,7 @@ def _enlarged(store: Thinning, capacity: int) -> Thinning:
     return store.enlarged(capacity)
 
 
-@eqx.filter_jit
-def _finish(problem: Problem, carry: _Carry) -> Path:
+def finish(problem: Problem, carry: Blocks) -> Path:
     """The saved rows, with the last state reached as the last of them."""
     store = carry.store
     new = carry.t > store.ts[store.count - 1]
@@ -311,14 +351,14 @@ def _finish(problem: Problem, carry: _Carry) -> Path:
 
 def _drive(
     problem: Problem,
-    carry: _Carry,
+    carry: Blocks,
     t0: Scalar,
     t1: Scalar,
     block: int,
     limit: int,
     every: int | None,
     progress: bool,
-) -> _Carry:
+) -> Blocks:
     """The loop over blocks outside `jit`: progress, growth, interruption."""
     layout = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
     with tqdm(total=1.0, disable=not progress, bar_format=layout) as bar:
@@ -326,7 +366,12 @@ def _drive(
             while not bool(carry.done) and int(carry.num_steps) < limit:
                 if every is not None:
                     carry = _grow(carry, block)
+                before = carry
                 carry = _advance_jit(problem, carry, t1, block, every)
+                if problem.may_recycle and not labour.recycles(carry):
+                    if labour.is_laborious(before, carry):
+                        problem, carry = labour.turn_to_recycling(problem, carry)
+                        carry = _strongly_typed(carry)
                 if progress:
                     bar.n = float((carry.t - t0) / (t1 - t0))
                     bar.set_postfix_str(
@@ -338,7 +383,7 @@ def _drive(
     return carry
 
 
-def _grow(carry: _Carry, block: int) -> _Carry:
+def _grow(carry: Blocks, block: int) -> Blocks:
     """Double the buffer when the next block might not fit."""
     capacity = carry.store.ts.shape[0]
     if int(carry.store.count) + block <= capacity:

@@ -28,6 +28,7 @@ class Problem(eqx.Module):
     rtol: Scalar
     atol: Scalar
     keep_models: bool = eqx.field(static=True)
+    may_recycle: bool = eqx.field(static=True, default=False)
 
 
 class Measurement(eqx.Module):
@@ -48,6 +49,19 @@ class Path(eqx.Module):
     y_end: Params
     outcome: Outcome
     stats: dict[str, Any]
+
+
+def check_objective(objective: Objective, params: Params) -> None:
+    """Check that the objective returns a real scalar.
+
+    Called while tracing, so that a warm call does not evaluate the objective's program.
+    """
+    value = jax.eval_shape(objective, params)
+    real = getattr(value, "shape", None) == () and jnp.issubdtype(
+        value.dtype, jnp.floating
+    )
+    if not real:
+        raise ValueError(f"objective must return a real scalar; it returned {value}.")
 
 
 def descent(t: RealLike, y: Params, objective: Any) -> Params:

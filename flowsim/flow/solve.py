@@ -19,7 +19,8 @@ from .._types import Objective, Params, RealLike, Scalar
 from ..derivatives import gradient
 from ..solvers import BDFController, SymmetricBDF
 from ..trajectory import Outcome, Trajectory, repeat_last, trim
-from .blocks import solve_in_blocks
+from . import labour
+from .blocks import Blocks, finish, solve_in_blocks
 from .problem import Path, Problem, allowed_rise, measure_rows, restore
 from .times import solve_at_times
 
@@ -119,7 +120,6 @@ def gradient_flow(
     _trees.check_params(model)
     save = _as_save(save)
     _check_numbers(t0, t1, rtol, atol, save, max_steps)
-    _check_objective(objective, model)
     # Time has the model's own precision: Diffrax mixes the two in every step.
     dtype = jnp.result_type(*jtu.tree_leaves(model))
     rtol = (1e-8 if jnp.finfo(dtype).bits >= 64 else 1e-4) if rtol is None else rtol
@@ -128,11 +128,14 @@ def gradient_flow(
         absolute = default_atol(model, relative)
     else:
         absolute = jnp.asarray(atol, dtype)
-    solver, controller, why = _choose_solver(solver, relative, absolute, start, end)
     # An objective may know an exactly equivalent smaller start (`WidthReduction`).
     reduce = getattr(objective, "reduce", None)
     reduction = None if reduce is None else reduce(model)
     state = model if reduction is None else reduction.model
+    why = "given by the caller"
+    if chosen := solver is None:
+        solver, why = SymmetricBDF(), "default: implicit, matrix-free, any stiffness"
+    controller = _controller_for(solver, relative, absolute, start, end)
     problem = Problem(
         objective=objective,
         solver=solver,
@@ -143,6 +146,7 @@ def gradient_flow(
         rtol=relative,
         atol=absolute,
         keep_models=save.models,
+        may_recycle=chosen and _trees.num_params(state) >= labour.FEWEST_PARAMETERS,
     )
     if save.ts is None:
         path = solve_in_blocks(
@@ -165,6 +169,8 @@ def gradient_flow(
             max_steps=max_steps,
             progress=progress,
         )
+    if chosen and isinstance(path, Blocks) and labour.recycles(path):
+        why += "; its linear systems grew laborious: recycles Ritz vectors"
     settings = {"solver": type(solver).__name__, "chosen because": why}
     if reduction is not None:
         settings["reduced to"] = f"{_trees.num_params(state)} parameters, exactly"
@@ -187,38 +193,31 @@ def default_atol(model: Params, rtol: Scalar) -> Scalar:
     return 0.1 * rtol * jnp.where(size > 0, jnp.minimum(size, 1.0), 1e-3)
 
 
-def _choose_solver(
-    solver: diffrax.AbstractSolver | None,
-    rtol: Scalar,
-    atol: Scalar,
-    t0: Scalar,
-    t1: Scalar,
-) -> tuple[diffrax.AbstractSolver, diffrax.AbstractStepSizeController, str]:
-    if solver is None:
-        solver, why = SymmetricBDF(), "default: implicit, matrix-free, any stiffness"
-    elif isinstance(solver, diffrax.AbstractAdaptiveSolver):
-        why = "given by the caller"
-    else:
+def _controller_for(
+    solver: diffrax.AbstractSolver, rtol: Scalar, atol: Scalar, t0: Scalar, t1: Scalar
+) -> diffrax.AbstractStepSizeController:
+    if not isinstance(solver, diffrax.AbstractAdaptiveSolver):
         raise ValueError(
             "solver must be an adaptive Diffrax solver (it needs an error estimate); "
             f"got {type(solver).__name__}."
         )
     if isinstance(solver, SymmetricBDF):
-        return solver, BDFController(rtol, atol), why
+        return BDFController(rtol, atol)
     # Below this step the solver stands still: the gradient is not finite ahead.
-    smallest = 2.0**-50 * (t1 - t0)
-    return solver, diffrax.PIDController(rtol, atol, dtmin=smallest), why
+    return diffrax.PIDController(rtol, atol, dtmin=2.0**-50 * (t1 - t0))
 
 
 @eqx.filter_jit
 def _as_trajectory(
     problem: Problem,
     start: Params,
-    path: Path,
+    path: Path | Blocks,
     gradient_stop: bool,
     differentiable: bool,
 ) -> Trajectory:
     """Measure the saved rows and check that the loss fell along them."""
+    if isinstance(path, Blocks):
+        path = finish(problem, path)
     ts, rows = repeat_last(path.ts, path.rows, path.count)
     if problem.keep_models:
         models = rows
@@ -345,12 +344,3 @@ def _check_numbers(t0, t1, rtol, atol, save: Save, max_steps: int) -> None:
             raise ValueError(
                 f"save times must lie in [{t0}, {t1}]; got {ts[0]} ... {ts[-1]}."
             )
-
-
-def _check_objective(objective: Objective, model: Params) -> None:
-    value = jax.eval_shape(objective, model)
-    real = getattr(value, "shape", None) == () and jnp.issubdtype(
-        value.dtype, jnp.floating
-    )
-    if not real:
-        raise ValueError(f"objective must return a real scalar; it returned {value}.")

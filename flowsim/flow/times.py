@@ -8,8 +8,17 @@ from jaxtyping import Array, Float
 
 from .._types import Params, Scalar
 from ..derivatives import value_and_grad_norm
+from ..solvers import SymmetricBDF
 from ..trajectory import Outcome
-from .problem import TERM, Path, Problem, measure, outcome_of, solver_statistics
+from .problem import (
+    TERM,
+    Path,
+    Problem,
+    check_objective,
+    measure,
+    outcome_of,
+    solver_statistics,
+)
 
 
 @eqx.filter_jit
@@ -25,6 +34,8 @@ def solve_at_times(
 ) -> Path:
     """Integrate in one call and keep t0, the given times and the end."""
 
+    check_objective(problem.objective, y0)
+
     def row(t, y, args):
         del t, args
         return y if problem.keep_models else measure(problem, y)
@@ -35,6 +46,11 @@ def solve_at_times(
     loss, grad_norm = value_and_grad_norm(problem.objective, y0)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     meter = diffrax.TqdmProgressMeter() if progress else diffrax.NoProgressMeter()
+    # Of the explicit solvers alone, reverse mode gives derivatives; it has a price.
+    implicit = isinstance(problem.solver, SymmetricBDF)
+    adjoint = (
+        diffrax.ForwardMode() if implicit else diffrax.RecursiveCheckpointAdjoint()
+    )
     sol = diffrax.diffeqsolve(
         TERM,
         problem.solver,
@@ -45,6 +61,7 @@ def solve_at_times(
         problem.objective,
         saveat=diffrax.SaveAt(subs=subs, solver_state=True, controller_state=True),
         stepsize_controller=problem.controller,
+        adjoint=adjoint,
         event=problem.event,
         max_steps=max_steps,
         throw=False,

@@ -1,0 +1,50 @@
+"""When the Newton systems become laborious: turning to recycled Ritz vectors mid-way.
+
+Recycling halves the products of a large stiff flow and slows down an easy one, by the
+copies that its vectors cost in every step. Which of the two a flow is shows only in the
+solve. So a run starts without, and between two blocks of steps, if conjugate gradients
+took many products per step, goes on with.
+"""
+
+from typing import Any
+
+import diffrax
+import equinox as eqx
+import jax.numpy as jnp
+
+from ..solvers import NewtonCG, SymmetricBDF
+from ..solvers._recycling import Recycled
+
+# Below that size, or that many products per step, recycling has not paid.
+FEWEST_PARAMETERS, MOST_PRODUCTS = 1000, 15
+RANK = 64
+
+
+def recycling_solver() -> SymmetricBDF:
+    """The default solver with recycled Ritz vectors."""
+    inherit: Any = diffrax.with_stepsize_controller_tols
+    return SymmetricBDF(root_finder=inherit(NewtonCG)(rank=RANK))
+
+
+def is_laborious(before: Any, after: Any) -> bool:
+    """Whether the steps between two states of a run took many products each."""
+    states = [carry.controller_state[0].num_products for carry in (before, after)]
+    num_steps = int(after.num_steps) - int(before.num_steps)
+    return int(states[1]) - int(states[0]) > MOST_PRODUCTS * num_steps
+
+
+def turn_to_recycling(problem: Any, carry: Any) -> tuple[Any, Any]:
+    """The same problem and state of a run, for the solver that recycles."""
+    differences = carry.solver_state.differences
+    num = differences.shape[1]
+    recycled = Recycled.empty(min(RANK, num), num, jnp.dtype(differences.dtype))
+    problem = eqx.tree_at(lambda p: p.solver, problem, recycling_solver())
+    carry = eqx.tree_at(
+        lambda c: c.solver_state.recycled, carry, recycled, is_leaf=lambda x: x is None
+    )
+    return problem, carry
+
+
+def recycles(carry: Any) -> bool:
+    """Whether a run has turned to recycling."""
+    return getattr(carry.solver_state, "recycled", None) is not None
