@@ -144,10 +144,20 @@ def test_runs_without_models_or_traced_are_refused():
         find_saddles(batch, SADDLE)
 
 
-@pytest.mark.slow
-def test_the_default_cycle_visits_the_saddles_of_bounded_rank():
+@pytest.fixture(scope="module")
+def cycle_visits():
+    """Visits from eps = 1e-3, compared with a second run; visits of that run."""
     (objective, first), (_, second) = default_cycle(1e-3), default_cycle(1e-5)
-    visits = find_saddles(first, objective, second_run=second)
+    return (
+        objective,
+        find_saddles(first, objective, second_run=second),
+        find_saddles(second, objective),
+    )
+
+
+@pytest.mark.slow
+def test_the_default_cycle_visits_the_saddles_of_bounded_rank(cycle_visits):
+    objective, visits, _ = cycle_visits
     chain = objective.chain
     losses = [float(visit.loss) for visit in visits if visit.kind == VisitKind.saddle]
     assert losses[0] == pytest.approx(np.log(4), abs=1e-12)
@@ -173,11 +183,12 @@ def test_the_default_cycle_visits_the_saddles_of_bounded_rank():
 
 
 @pytest.mark.slow
-def test_a_smaller_start_passes_closer_to_the_same_saddles():
-    visits = {}
-    for eps in (1e-3, 1e-5):
-        objective, run = default_cycle(eps)
-        visits[eps] = [v for v in find_saddles(run, objective) if v.critical]
+def test_a_smaller_start_passes_closer_to_the_same_saddles(cycle_visits):
+    _, *both = cycle_visits
+    visits = {
+        eps: [v for v in found if v.critical]
+        for eps, found in zip((1e-3, 1e-5), both, strict=True)
+    }
     for loss in (np.log(4), 0.7271388, 0.6333599, 0.5626547):
         far, near = (
             next(v for v in visits[eps] if abs(float(v.loss) - loss) < 1e-6)

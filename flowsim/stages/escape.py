@@ -2,20 +2,29 @@
 
 Near a saddle the part of theta - theta* along the leading eigenspace grows like
 exp(lambda t) once the flow is linear there (the paper, Lemma 3.1). The fit looks at
-that part alone, so it does not wait for the other directions to decay; and it stops
-where the part is still small, so that it sees the linear regime. Plain NumPy.
+that part alone, so it does not wait for the other directions to decay. Where the flow
+is linear is decided by the Jacobian and not by the rate that comes out: along the
+growing direction v, v . J v at the run's own points is compared with its value at the
+saddle. That difference is also the part of the error that no steady slope can show.
 """
 
-import equinox as eqx
-import numpy as np
-from jax.tree_util import tree_leaves
+import itertools
 
-from .._types import Params
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, Float
+
+from .. import _trees
+from .._types import Objective, Params
+from ..derivatives import hessian_vector_product
 from ..trajectory import Trajectory
 from ..visits import components, distances_from
 
-_SAMPLES = 64
-_LEAST_E_FOLDS = 0.5
+_SAMPLES = 48
+_QUARTERS = 4
 
 
 class EscapeFit(eqx.Module):
@@ -23,8 +32,11 @@ class EscapeFit(eqx.Module):
 
     Attributes:
         rate: slope of log |part of theta - theta* along the leading eigenspace|.
-        error: uncertainty of the fit: the larger of its standard error and half the
-            difference between the slopes of its two halves.
+        error: the larger of `spread` and `nonlinearity`.
+        spread: half the difference between the largest and the smallest slope of the
+            four quarters of the fitted stretch.
+        nonlinearity: largest difference over the stretch between v . J v at the run's
+            points and `eigenvalue`, v the direction in which the part points.
         eigenvalue: the leading eigenvalue of J at the saddle, the predicted rate.
         multiplicity: dimension of the leading eigenspace used.
         start, end: the times between which the line was fitted.
@@ -33,6 +45,8 @@ class EscapeFit(eqx.Module):
 
     rate: float
     error: float
+    spread: float
+    nonlinearity: float
     eigenvalue: float
     multiplicity: int
     start: float
@@ -51,6 +65,7 @@ class EscapeFit(eqx.Module):
 
 def fit_escape(
     run: Trajectory,
+    objective: Objective,
     point: Params,
     directions: Params,
     eigenvalue: float,
@@ -62,11 +77,12 @@ def fit_escape(
 ) -> EscapeFit | None:
     """Fit the growth along `directions` while the run passes `point`.
 
-    The line is fitted while the run is near the saddle: no further than the fraction
-    `reach` of the largest distance it gets to on its way to the next, or
-    `times_closest` times the smallest distance, whichever is more; and from the
-    smallest value of the part along `directions` on. None where that part grows by less
-    than half an e-fold there.
+    Candidates are stretches near the saddle: no further than the fraction `reach` of
+    the largest distance the run gets to on its way to the next, or `times_closest`
+    times the smallest distance, whichever is more; and from the smallest value of the
+    part along `directions` on. Of all stretches over which that part grows by an
+    e-fold, the one with the smallest error is fitted. Where it grows by less, but by
+    half an e-fold, all of it is; None below that.
 
     Args:
         point: the saddle theta*.
@@ -74,9 +90,59 @@ def fit_escape(
         eigenvalue: the predicted rate.
         after, until: closest approaches to the saddle before, and to the next.
     """
-    part = np.linalg.norm(components(run.models, point, directions), axis=-1)
-    distance = distances_from(run.models, point)
+    parts = components(run.models, point, directions)
+    part, distance = np.linalg.norm(parts, axis=1), distances_from(run.models, point)
     ts = np.asarray(run.ts)
+    rows = _rows_near(ts, part, distance, after, until, reach, times_closest)
+    if rows.size < _QUARTERS + 1 or not part[rows[0]] > 0:
+        return None
+    times, logs = ts[rows], np.log(part[rows])
+    weights = jnp.asarray(parts[rows] / part[rows, None])
+    nearby = jtu.tree_map(lambda leaf: leaf[rows], run.models)
+    rates = np.asarray(_rates(objective, nearby, directions, weights))
+    departure = np.abs(rates - eigenvalue)
+    growth = np.max(logs) - logs[0]
+    if growth < 0.5:
+        return None
+    best: tuple[float, float, float, slice] | None = None
+    for first, last in itertools.combinations(range(rows.size), 2):
+        enough = logs[last] - logs[first] >= min(1.0, growth)
+        if last - first < _QUARTERS or not enough:
+            continue
+        cuts = first + (last - first) * np.arange(_QUARTERS + 1) // _QUARTERS
+        slopes = np.diff(logs[cuts]) / np.diff(times[cuts])
+        spread = 0.5 * float(np.max(slopes) - np.min(slopes))
+        nonlinearity = float(np.max(departure[first : last + 1]))
+        error = max(spread, nonlinearity)
+        if best is None or error < best[0]:
+            best = error, spread, nonlinearity, slice(first, last + 1)
+    if best is None:
+        return None
+    error, spread, nonlinearity, inside = best
+    times, logs = times[inside], logs[inside]
+    return EscapeFit(
+        rate=float(np.polyfit(times, logs, 1)[0]),
+        error=error,
+        spread=spread,
+        nonlinearity=nonlinearity,
+        eigenvalue=eigenvalue,
+        multiplicity=parts.shape[1],
+        start=float(times[0]),
+        end=float(times[-1]),
+        e_folds=float(logs[-1] - logs[0]),
+    )
+
+
+def _rows_near(
+    ts: np.ndarray,
+    part: np.ndarray,
+    distance: np.ndarray,
+    after: float,
+    until: float,
+    reach: float,
+    times_closest: float,
+) -> np.ndarray:
+    """At most `_SAMPLES` rows near the saddle, evenly spread in time."""
     leg = (ts >= after) & (ts <= until)
     closest = int(np.argmin(np.where(leg, distance, np.inf)))
     furthest = np.max(distance[leg & (ts >= ts[closest])])
@@ -88,24 +154,24 @@ def fit_escape(
     first = int(before[-1]) + 1 if before.size else int(np.argmax(leg))
     last = closest + int(beyond[0]) if beyond.size else int(np.flatnonzero(leg)[-1]) + 1
     first += int(np.argmin(part[first:last]))
-    ts, part = ts[first:last], part[first:last]
-    if ts.size < 3 or not part[-1] > np.exp(_LEAST_E_FOLDS) * part[0] > 0:
-        return None
-    even = np.linspace(ts[0], ts[-1], _SAMPLES)
-    values = np.interp(even, ts, np.log(part))
-    half = _SAMPLES // 2
-    (slope, _), covariance = np.polyfit(even, values, 1, cov=True)
-    early, late = (
-        np.polyfit(even[part], values[part], 1)[0]
-        for part in (slice(half), slice(half, None))
+    even = np.linspace(ts[first], ts[last - 1], _SAMPLES)
+    return first + np.unique(
+        [int(np.argmin(np.abs(ts[first:last] - time))) for time in even]
     )
-    error = max(float(np.sqrt(covariance[0, 0])), 0.5 * abs(float(late - early)))
-    return EscapeFit(
-        rate=float(slope),
-        error=error,
-        eigenvalue=eigenvalue,
-        multiplicity=int(tree_leaves(directions)[0].shape[0]),
-        start=float(even[0]),
-        end=float(even[-1]),
-        e_folds=float(values[-1] - values[0]),
-    )
+
+
+@eqx.filter_jit
+def _rates(
+    objective: Objective,
+    models: Params,
+    directions: Params,
+    weights: Float[Array, "t k"],
+) -> Float[Array, " t"]:
+    """v . J v at every model, for v the weighted sum of the directions."""
+
+    def rate(row):
+        model, weight = row
+        v = jtu.tree_map(lambda leaf: jnp.tensordot(weight, leaf, 1), directions)
+        return -_trees.inner(v, hessian_vector_product(objective, model, v))
+
+    return jax.lax.map(rate, (models, weights))

@@ -73,7 +73,9 @@ def find_stages(
     check_run(run, "run")
     limits = Thresholds() if thresholds is None else thresholds
     found = find_saddles(run, objective) if visited is None else visited
-    visits = _departures(run, [point for point in found if point.critical], same_rate)
+    visits = _departures(
+        run, objective, [point for point in found if point.critical], same_rate
+    )
     ts, losses = np.asarray(run.ts), np.asarray(run.losses)
     ended = _end(visits, losses, limits)
     if isinstance(run.models, AttentionModel) and isinstance(objective, PopulationLoss):
@@ -116,7 +118,10 @@ def watch(run: Trajectory, loss: PopulationLoss) -> Watched:
 
 
 def _departures(
-    run: Trajectory, points: Sequence[VisitedPoint], same_rate: float
+    run: Trajectory,
+    objective: Objective,
+    points: Sequence[VisitedPoint],
+    same_rate: float,
 ) -> list[Departure]:
     """Index, leading eigenvalue and measured escape rate of every visited point."""
     if not points:
@@ -135,7 +140,13 @@ def _departures(
                 lambda leaf, near=near: leaf[near], point.spectrum.vectors
             )
             escape = fit_escape(
-                run, point.model, directions, leading, after=after, until=until
+                run,
+                objective,
+                point.model,
+                directions,
+                leading,
+                after=after,
+                until=until,
             )
         departures.append(
             Departure(
