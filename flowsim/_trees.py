@@ -83,3 +83,11 @@ def ravel(
 def is_traced(tree: Any) -> bool:
     """Whether any leaf is a JAX tracer (a value known only at run time)."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jtu.tree_leaves(tree))
+
+
+def named_leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves by their dotted path, such as "models.W0"."""
+    leaves = jtu.tree_leaves_with_path(tree)
+    names = (jtu.keystr(path, simple=True, separator=".") for path, _ in leaves)
+    dotted = (".".join(part for part in (prefix, name) if part) for name in names)
+    return dict(zip(dotted, (leaf for _, leaf in leaves), strict=True))

@@ -22,6 +22,8 @@ vocabularies, as every point needs a (d, d) matrix while it is looked at)::
     seen = fs.gradient_flow(loss, model, t1=1e3, observe=partial(diagnose, loss))
 """
 
+from typing import ClassVar
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -80,6 +82,22 @@ class Diagnostics(eqx.Module):
     mean_attention_entropy: Float[Array, "*batch"]
     embedding_norms: Float[Array, "*batch d"]
     conserved: Conserved
+
+    axis_names: ClassVar[dict[str, tuple[str, ...]]] = {
+        "top_attention": ("token",),
+        "self_attention": ("token",),
+        "attention_entropy": ("token",),
+        "embedding_norms": ("token",),
+    }
+    units: ClassVar[dict[str, str]] = {
+        "top_attention": "probability",
+        "self_attention": "probability",
+        "attention_entropy": "nats",
+        "mean_top_attention": "probability",
+        "mean_self_attention": "probability",
+        "mean_attention_entropy": "nats",
+        "embedding_norms": "parameter",
+    }
 
     def rank_ratio(self, order: int = 2) -> PerMatrix:
         """sigma_order / sigma_1 of each matrix; by default sigma_2 / sigma_1."""

@@ -16,6 +16,7 @@ its own parameter vector. The long-context population form of the same model liv
 """
 
 import math
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -42,6 +43,15 @@ class AttentionModel(eqx.Module):
     WQ: Float[Array, "m k"]
     WK: Float[Array, "m k"]
     scale_attention: bool = eqx.field(static=True, default=False)
+
+    # How a trajectory of models labels its axes; see `Trajectory.to_xarray`.
+    axis_names: ClassVar[dict[str, tuple[str, ...]]] = {
+        "W0": ("token", "width"),
+        "W1": ("width", "token"),
+        "WQ": ("width", "key_width"),
+        "WK": ("width", "key_width"),
+    }
+    units: ClassVar[dict[str, str]] = {"loss": "nats"}
 
     def __check_init__(self):
         leaves = (self.W0, self.W1, self.WQ, self.WK)

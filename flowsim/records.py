@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import PyTree
 
+from . import _trees
 from ._types import Params
 from .corpus import load_table
 from .markov import MarkovChain
@@ -60,8 +60,8 @@ def save_trajectory(run: Trajectory, path: str | os.PathLike) -> None:
         "ts": run.ts,
         "losses": run.losses,
         "grad_norms": run.grad_norms,
-        **_flatten("models", run.models),
-        **_flatten("observables", run.observables),
+        **_trees.named_leaves(run.models, "models"),
+        **_trees.named_leaves(run.observables, "observables"),
     }
     numbers: dict[str, Any] = {key: np.asarray(value) for key, value in arrays.items()}
     numbers["header"] = np.array(json.dumps(header))
@@ -94,7 +94,7 @@ def load_trajectory(path: str | os.PathLike, like: Params | None = None) -> Traj
     models = _collect("models", arrays)
     observables = _collect("observables", arrays)
     if like is not None:
-        names = list(_flatten("", like))
+        names = list(_trees.named_leaves(like))
         if sorted(names) != sorted(models):
             raise ValueError(
                 f"{path} holds the parameters {sorted(models)}; like has "
@@ -229,13 +229,6 @@ def _cell(value: Any) -> str:
         else str(value)
     )
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _flatten(prefix: str, tree: PyTree) -> dict[str, Any]:
-    leaves = jtu.tree_leaves_with_path(tree)
-    names = (jtu.keystr(path, simple=True, separator=".") for path, _ in leaves)
-    dotted = (".".join(part for part in (prefix, name) if part) for name in names)
-    return dict(zip(dotted, (leaf for _, leaf in leaves), strict=True))
 
 
 def _collect(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -95,6 +95,57 @@ class Trajectory(eqx.Module):
         """Row whose time is nearest to `time` (concrete runs only)."""
         return int(np.argmin(np.abs(np.asarray(self.ts) - time)))
 
+    def to_xarray(self) -> Any:
+        """The run as an `xarray.Dataset` over time (needs the extra `xarray`).
+
+        Variables: `loss`, `grad_norm`, every parameter under its own name, and every
+        observable as `observables.<name>`. Dimensions and units are those that models
+        and observables declare (`axis_names`, `units`: from a leaf's dotted name), and
+        otherwise the leaf's name with the number of the axis. Outcome, counts and
+        settings are attributes of the dataset.
+
+        Raises:
+            ValueError: if the run is traced, or a batch of runs.
+        """
+        import xarray
+
+        if _trees.is_traced(self) or self.ts.ndim != 1:
+            raise ValueError(
+                "to_xarray takes one concrete run; got ts of shape "
+                f"{self.ts.shape}{', traced' if _trees.is_traced(self) else ''}."
+            )
+        time = self.time_unit.replace(" ", "_")
+        rows = self.ts.shape[0]
+        loss_unit = getattr(self.models, "units", {}).get("loss", "objective")
+        variables = {
+            "loss": (time, np.asarray(self.losses), {"units": loss_unit}),
+            "grad_norm": (
+                time,
+                np.asarray(self.grad_norms),
+                {"units": f"{loss_unit} / parameter"},
+            ),
+        }
+        for tree, prefix in ((self.models, ""), (self.observables, "observables")):
+            axes, units = getattr(tree, "axis_names", {}), getattr(tree, "units", {})
+            for name, leaf in _trees.named_leaves(tree).items():
+                own = name or "parameters"
+                # Without its models a run keeps the first and the last alone.
+                first = time if leaf.shape[0] == rows else "ends"
+                rest = [f"{own}_{axis}" for axis in range(leaf.ndim - 1)]
+                full = ".".join(part for part in (prefix, own) if part)
+                variables[full] = (
+                    (first, *axes.get(name, rest)),
+                    np.asarray(leaf),
+                    {"units": units.get(name, "parameter" if not prefix else "1")},
+                )
+        described = {"outcome": str(Outcome[self.outcome]), **self.settings}
+        counts = {name: int(value) for name, value in self.stats.items()}
+        return xarray.Dataset(
+            variables,
+            coords={time: (time, np.asarray(self.ts), {"units": self.time_unit})},
+            attrs={key: str(value) for key, value in described.items()} | counts,
+        )
+
     def __str__(self) -> str:
         if _trees.is_traced((self.ts, self.losses)) or self.ts.ndim != 1:
             return f"Trajectory(batch or traced, ts {self.ts.shape})"

@@ -21,7 +21,7 @@ if "XLA_FLAGS" not in os.environ:
     # Set in either case: parallel test processes inherit it and do not try again.
     os.environ["XLA_FLAGS"] = _FLAGS if known.returncode == 0 else ""
 
-import jax
+import jax  # noqa: E402  (after the environment is set)
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -48,6 +48,28 @@ def test_a_trajectory_reads_with_plain_numpy(run, tmp_path):
         assert json.loads(str(file["header"]))["outcome"] == "reached_t1"
 
 
+def test_xarray_names_dimensions_and_units(run):
+    data = run.to_xarray()
+    assert data["W0"].dims == ("flow_time", "token", "width")
+    assert data["WK"].dims == ("flow_time", "width", "key_width")
+    np.testing.assert_array_equal(data["loss"], run.losses)
+    np.testing.assert_array_equal(data["flow_time"], run.ts)
+    np.testing.assert_array_equal(data["observables.phi"], run.observables["phi"])
+    assert data["loss"].attrs["units"] == "nats"
+    assert data["flow_time"].attrs["units"] == "flow time"
+    assert data.attrs["outcome"] == "reached t1"
+    assert data.attrs["num_steps"] == int(run.stats["num_steps"])
+    half = float(run.ts[-1]) / 2
+    nearest = data.sel(flow_time=half, method="nearest")
+    np.testing.assert_array_equal(nearest["W1"], run.models.W1[run.nearest(half)])
+
+
+def test_xarray_takes_one_concrete_run_only(run):
+    batch = jax.tree.map(lambda leaf: leaf[None], run)
+    with pytest.raises(ValueError, match="one concrete run"):
+        batch.to_xarray()
+
+
 def test_other_structures_need_a_pattern_and_check_it(tmp_path):
     def objective(tree):
         return 0.5 * (jnp.sum(tree["a"] ** 2) + jnp.sum(tree["b"][0] ** 2))
@@ -58,6 +80,7 @@ def test_other_structures_need_a_pattern_and_check_it(tmp_path):
     fs.save_trajectory(run, path)
     back = fs.load_trajectory(path, like=start)
     np.testing.assert_array_equal(back.models["b"][0], run.models["b"][0])
+    assert run.to_xarray()["b.0"].dims == ("flow_time", "b.0_0")
     assert sorted(fs.load_trajectory(path).models) == ["a", "b.0"]
     with pytest.raises(ValueError, match="like has"):
         fs.load_trajectory(path, like={"a": jnp.ones(2)})
