@@ -20,7 +20,7 @@ are one (`flowsim.copies`), and what happens between visits (`flowsim.stages`).
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -41,12 +41,19 @@ from .critical import CriticalPoint, find_critical_point
 from .model import AttentionModel
 from .newton import RegularisedNewton
 from .spectrum import DENSE_UP_TO, Spectrum, spectrum
-from .stretches import Stretch, check_run, rows_to_try, slow_stretches
+from .stretches import (
+    Stretch,
+    check_run,
+    rows_to_try,
+    slow_stretches,
+    without_small_parts,
+)
 from .trajectory import Trajectory
 from .visits import VisitedPoint, VisitKind, components, distances_from
 
 # Pairs sought at either end, and restarts allowed, until no unstable one is missing.
 _SPECTRA = ((40, 10), (160, 2))
+_WORK = 25_000_000  # Default bound on products of a stretch times parameters.
 _SAME = 1e-5  # Relative difference up to which points, invariants, spectra are equal.
 _ROUND_OFF = 100 * np.finfo(float).eps
 
@@ -97,11 +104,12 @@ def find_saddles(
     small start visits, and slow to find with products alone. If that leads to no point
     nearby, the guess itself is polished.
 
-    Cost: at most `max_products` Hessian-vector products for each stretch, up to the 600
-    of a trial under way when they run out; a stretch left undecided by that is reported
-    as unresolved. Then a spectrum for each critical point: complete up to 2,000
-    parameters, at most 30,000 products above, usually 1,000. If these do not suffice
-    to find all unstable directions, the index is a lower bound (`index_exact`).
+    Cost: at most `max_products` Hessian-vector products for each stretch, and the 600
+    of the trial under way when they run out; a stretch left undecided by that is
+    reported as unresolved. A tenth of it for each pair of points of equal loss whose
+    invariants differ. Then a spectrum for each critical point: complete up to 2,000
+    parameters; above, at most 13,000 products, usually 800. If these do not suffice to
+    find all unstable directions, the index is a lower bound (`index_exact`).
 
     Duplicates are removed, up to symmetries and along manifolds of critical points:
     see `flowsim.copies`. The one approached most closely is kept.
@@ -117,7 +125,7 @@ def find_saddles(
         tol, max_steps, solver: see `find_critical_point`. The bounds on distance and
             products hold for the default solver only.
         max_products: bound on the Hessian-vector products of a stretch; when absent,
-            10,000 up to 2,000 parameters and 4,000 above.
+            10,000 up to 2,500 parameters and 2.5e7 / n for n parameters above.
         center_tol: see `spectrum`.
         invariants: a function of the parameters that the objective's symmetries leave
             unchanged, dimensionless; "auto" knows those of `AttentionModel`.
@@ -126,20 +134,23 @@ def find_saddles(
             then reported as a slow passage.
 
     Raises:
-        ValueError: if the run is traced, a batch, or was saved without its models.
+        ValueError: if the run is traced, a batch, or was saved without its models; for
+            `max_products` below one.
     """
     check_run(run, "run")
+    if max_products is not None and max_products < 1:
+        raise ValueError(f"max_products must be at least 1; got {max_products}.")
     if invariants == "auto":
         known = isinstance(run.models, AttentionModel)
         invariants = invariants_of if known else None
-    small = _trees.num_params(run.model_at(0)) <= DENSE_UP_TO
+    size = _trees.num_params(run.model_at(0))
     search = _Search(
         run=run,
         objective=objective,
         near=near,
         tol=tol,
         max_steps=max_steps,
-        max_products=max_products or (10_000 if small else 4_000),
+        max_products=max_products or min(10_000, _WORK // size),
         center_tol=center_tol,
         same_loss=same_loss * abs(float(run.losses[0] - run.losses[-1])),
         solver=solver,
@@ -202,10 +213,10 @@ def _polish(search: _Search, guess: Params, left: int) -> tuple[CriticalPoint, i
             solver=search.solver or _newton(search.tol, budget, reach),
         )
 
-    if _trees.num_params(guess) <= RegularisedNewton(0.0).basis_size:
+    if _trees.num_params(guess) <= RegularisedNewton(atol=0.0).basis_size:
         point = polish(guess, left)
         return point, left - _num_products(point)
-    simple = polish(_without_small_parts(guess, search.near * extent), left)
+    simple = polish(without_small_parts(guess, search.near * extent), left)
     spent = _num_products(simple)
     if spent >= left or (bool(simple.succeeded) and _is_near(search, simple)):
         return simple, left - spent
@@ -239,35 +250,6 @@ def _newton(tol: float, max_products: int, max_distance: float) -> RegularisedNe
         max_products=jnp.asarray(max_products, jnp.int32),
         max_distance=jnp.asarray(max_distance, float),
     )
-
-
-def _without_small_parts(guess: Params, limit: float) -> Params:
-    """The guess without its small singular values, of norm `limit` at most in all.
-
-    A leaf that is no matrix counts as one row. The cut is made at the widest gap
-    between the singular values of all leaves, or above all of them if they are small
-    against `limit`.
-    """
-
-    def factors(leaf: Any):
-        matrix = np.asarray(leaf)
-        matrix = matrix if matrix.ndim == 2 else matrix.reshape(1, -1)
-        return np.linalg.svd(matrix, full_matrices=False)
-
-    leaves, structure = jtu.tree_flatten(guess)
-    parts = [factors(leaf) for leaf in leaves]
-    values = np.sort(np.concatenate([values for _, values, _ in parts]))
-    removable = int(np.sum(np.sqrt(np.cumsum(values**2)) <= limit))
-    if removable == 0:
-        return guess
-    # Gap i lies between values i and i + 1; above all of them comes the limit.
-    gaps = np.diff(np.append(values, max(limit, values[-1])))[:removable]
-    threshold = values[int(np.argmax(gaps))]
-    kept = (
-        ((u * np.where(s > threshold, s, 0.0)) @ v).reshape(leaf.shape)
-        for leaf, (u, s, v) in zip(leaves, parts, strict=True)
-    )
-    return jtu.tree_unflatten(structure, [jnp.asarray(leaf) for leaf in kept])
 
 
 def _visit(

@@ -1,4 +1,4 @@
-"""The slow stretches of a run: where |grad L| has a minimum between two bursts.
+"""The slow stretches of a run, between two bursts, and what to polish there.
 
 Left out: what was slow there (`flowsim.saddles`).
 
@@ -15,10 +15,12 @@ import math
 from typing import Any
 
 import equinox as eqx
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
 from . import _trees
+from ._types import Params
 from .trajectory import Trajectory
 
 
@@ -80,3 +82,32 @@ def rows_to_try(run: Trajectory, stretch: Stretch, number: int) -> list[int]:
     wanted = np.geomspace(elapsed[0], elapsed[-1], number)
     nearest = {int(rows[np.argmin(np.abs(elapsed - time))]) for time in wanted}
     return sorted(nearest - {stretch.slowest})
+
+
+def without_small_parts(guess: Params, limit: float) -> Params:
+    """The guess without its small singular values, of norm `limit` at most in all.
+
+    A leaf that is no matrix counts as one row. The cut is made at the widest gap
+    between the singular values of all leaves, or above all of them if they are small
+    against `limit`.
+    """
+
+    def factors(leaf: Any):
+        matrix = np.asarray(leaf)
+        matrix = matrix if matrix.ndim == 2 else matrix.reshape(1, -1)
+        return np.linalg.svd(matrix, full_matrices=False)
+
+    leaves, structure = jtu.tree_flatten(guess)
+    parts = [factors(leaf) for leaf in leaves]
+    values = np.sort(np.concatenate([values for _, values, _ in parts]))
+    removable = int(np.sum(np.sqrt(np.cumsum(values**2)) <= limit))
+    if removable == 0:
+        return guess
+    # Gap i lies between values i and i + 1; above all of them comes the limit.
+    gaps = np.diff(np.append(values, max(limit, values[-1])))[:removable]
+    threshold = values[int(np.argmax(gaps))]
+    kept = (
+        ((u * np.where(s > threshold, s, 0.0)) @ v).reshape(leaf.shape)
+        for leaf, (u, s, v) in zip(leaves, parts, strict=True)
+    )
+    return jtu.tree_unflatten(structure, [jnp.asarray(leaf) for leaf in kept])

@@ -178,9 +178,13 @@ def test_results_print_what_was_found():
 def test_the_search_gives_up_beyond_its_bounds(basis_size):
     guess = jnp.array([0.5, 0.6])  # The origin is 0.78 away.
 
-    def search(**bounds):
-        bounds = {name: jnp.asarray(bound) for name, bound in bounds.items()}
-        solver = RegularisedNewton(atol=1e-12, basis_size=basis_size, **bounds)
+    def search(max_distance, max_products):
+        solver = RegularisedNewton(
+            atol=1e-12,
+            basis_size=basis_size,
+            max_distance=jnp.asarray(max_distance),
+            max_products=jnp.asarray(max_products),
+        )
         return find_critical_point(hyperbolic, guess, solver=solver)
 
     free = search(max_distance=1.0, max_products=1000)

@@ -1,5 +1,9 @@
 """Claims and their verdicts; the whole table on the default chain."""
 
+import contextlib
+import io
+import json
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +13,10 @@ import numpy as np
 import pytest
 
 from flowsim import theory
+from flowsim.__main__ import main
 from flowsim.loss import PopulationLoss
 from flowsim.model import AttentionModel
+from flowsim.saddles import find_saddles
 from flowsim.verification import (
     Claim,
     Verdict,
@@ -21,8 +27,9 @@ from flowsim.verification import (
 )
 from flowsim.verification.flows import avoiding_chain, crossing, dense, read
 from flowsim.verification.second_saddle import critical_point_claims
+from flowsim.verification.whole_cycle import approaches
 
-from .problems import CHAINS, named_chain
+from .problems import CHAINS, named_chain, two_mode_run, two_modes
 
 
 def _claim(measured, predicted=2.0, tolerance=1e-2, **options) -> Claim:
@@ -159,3 +166,121 @@ def test_verify_refuses_scales_that_do_not_fall():
 def test_verify_refuses_single_precision():
     with jax.enable_x64(False), pytest.raises(ValueError, match="double precision"):
         verify()
+
+
+# How the distance from a saddle scales with eps.
+
+
+@pytest.fixture(scope="module")
+def two_searches():
+    return [find_saddles(two_mode_run(eps), two_modes) for eps in (1e-3, 1e-5)]
+
+
+def test_a_saddle_approached_as_eps_falls_has_the_exponent_of_its_distance(
+    two_searches,
+):
+    large, small = two_searches
+    found = approaches(large, small, (1e-3, 1e-5))
+    # The minimum is not a saddle; the others come in order of falling loss.
+    assert [point.index for point in found] == [2, 1]
+    np.testing.assert_allclose([point.loss for point in found], [0.505, 0.005])
+    # The run starts at distance 2 eps from the origin. Next to the second saddle the
+    # distance is that of mode two, eps e^(t/10), and of mode one, e^(-2t) / eps^2.
+    assert found[0].exponent == pytest.approx(1.0, abs=1e-6)
+    assert found[1].exponent == pytest.approx(6 / 7, abs=1e-3)
+    assert [point.distance for point in found] == [v.distance for v in small[:2]]
+
+
+def test_a_saddle_near_one_of_two_runs_only_has_no_exponent(two_searches):
+    large, small = two_searches
+    for found in (
+        approaches(large, small[:1], (1e-3, 1e-5)),
+        approaches(large[:1], small, (1e-3, 1e-5)),
+    ):
+        assert [math.isnan(point.exponent) for point in found] == [False, True]
+        assert [point.index for point in found] == [2, 1]
+
+
+# The whole table.
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """What `flowsim verify` prints, writes and returns, at a small width."""
+    folder, said = tmp_path_factory.mktemp("verify") / "run", io.StringIO()
+    arguments = ["verify", "--width", "4", "--output", str(folder), "--quiet"]
+    with pytest.raises(SystemExit) as end, contextlib.redirect_stdout(said):
+        main(arguments)
+    rows = json.loads((folder / "summary.json").read_text())["claims"]
+    return end.value.code, said.getvalue(), rows, (folder / "claims.md").read_text()
+
+
+@pytest.mark.slow
+def test_no_claim_fails_and_the_exit_status_says_so(report):
+    status, _, rows, _ = report
+    failed = [row["statement"] for row in rows if row["verdict"] == "fails"]
+    assert status == 0 and failed == []
+
+
+@pytest.mark.slow
+def test_exactly_the_chains_with_negative_c_differ_from_the_paper(report):
+    _, _, rows, _ = report
+    differ = {row["statement"] for row in rows if row["verdict"] == "differs"}
+    negative = ("wikitext2, V = 256", "tinystories, V = 64", "tinystories, V = 256")
+    moves = "attention moves to frequent tokens"
+    assert differ == {f"{name}: {moves}" for name in negative}
+    for row in rows:
+        if row["verdict"] == "differs":
+            assert (row["predicted"], row["measured"]) == (1.0, -1.0)
+            assert "Corrected: attention moves by the sign of c" in row["note"]
+
+
+@pytest.mark.slow
+def test_every_group_of_claims_is_in_the_table(report):
+    _, _, rows, _ = report
+    groups = {row["statement"].split(":")[0].split(",")[0] for row in rows}
+    assert groups >= {
+        "conserved",
+        "dissipation",
+        "origin",
+        "condensation",
+        "theta_c^1",
+        "focus",
+        "escape law",
+        "c < 0",
+        "cycle",
+        "second focus",
+        "wikitext2",
+        "tinystories",
+        "control",
+    }
+    assert len({row["statement"] for row in rows}) == len(rows) == 50
+    for row in rows:
+        holds = row["relative_error"] <= row["tolerance"]
+        assert holds == (row["verdict"] == "agrees")
+
+
+@pytest.mark.slow
+def test_the_table_is_printed_and_written_as_json_and_markdown(report):
+    _, printed, rows, markdown = report
+    assert "50 claims: 47 agree, 3 differs, 0 fails" in printed
+    lines = markdown.splitlines()
+    assert sum(line.startswith("|") for line in lines) == len(rows) + 2
+    for row in rows:
+        assert row["statement"] in printed
+        assert row["statement"].replace("|", "\\|") in markdown
+    assert set(rows[0]) == set(vars(_claim(2.0)))
+
+
+@pytest.mark.parametrize(("measured", "status"), [(2.0, 0), (3.0, 1)])
+def test_only_a_failing_claim_gives_exit_status_1(
+    tmp_path, monkeypatch, capsys, measured, status
+):
+    table = Verification((_claim(2.0), _claim(measured)))
+    monkeypatch.setattr("flowsim.verification.verify", lambda *a, **k: table)
+    with pytest.raises(SystemExit) as end:
+        main(["verify", "--output", str(tmp_path / "run"), "--quiet"])
+    assert end.value.code == status
+    rows = json.loads((tmp_path / "run" / "summary.json").read_text())["claims"]
+    assert [row["measured"] for row in rows] == [2.0, measured]
+    assert str(table) in capsys.readouterr().out
