@@ -23,9 +23,10 @@ from .model import AttentionModel
 from .records import load_trajectory, save_trajectory
 from .saddles import find_saddles
 from .spectrum import Spectrum, block_weights, spectrum
-from .stages import find_stages
+from .stages import Stages, find_stages
 from .trajectory import Outcome, Trajectory
 from .verification import Verdict, Verification, verify
+from .visits import VisitedPoint, VisitKind
 
 __version__ = "0.1.0"
 
@@ -40,9 +41,12 @@ __all__ = [
     "SampleLoss",
     "Save",
     "Spectrum",
+    "Stages",
     "Trajectory",
     "Verdict",
     "Verification",
+    "VisitKind",
+    "VisitedPoint",
     "block_weights",
     "chain_from_counts",
     "diagnose",

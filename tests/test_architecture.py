@@ -23,7 +23,7 @@ FLOORS = [
     ["spectrum", "critical", "theory", "diagnostics"],
     ["stretches", "visits", "copies", "saddles"],
     ["stages"],
-    ["verification"],
+    ["verification", "sweep"],
     ["plots"],
     ["report"],
     ["__main__"],
@@ -88,6 +88,10 @@ def test_public_names_are_those_of_all():
     for name in flowsim.__all__:
         assert getattr(flowsim, name) is not None
     assert flowsim.__all__ == sorted(set(flowsim.__all__))
+    # Whatever is importable from the top is listed; submodules aside.
+    modules = {name.split(".")[1] for name in sys.modules if "flowsim." in name}
+    public = {name for name in vars(flowsim) if not name.startswith("_")}
+    assert public - modules <= set(flowsim.__all__)
 
 
 def test_importing_has_no_visible_effect():
