@@ -376,7 +376,8 @@ def degenerate_point(
 
 
 def _direction(x: Any, name: str) -> Array:
-    x = jnp.asarray(x, jnp.result_type(float, x))
+    x = jnp.asarray(x)
+    x = x.astype(jnp.result_type(float, x))
     if x.ndim != 1 or x.size == 0:
         raise ValueError(f"{name} must be a vector; got shape {x.shape}.")
     if not _trees.is_traced(x) and not np.linalg.norm(np.asarray(x)) > 0:

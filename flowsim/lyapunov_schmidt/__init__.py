@@ -29,18 +29,34 @@ from .equilibria import Equilibria, Stability, branches, equilibria
 from .reduction import RangeSolution, reduced_field, solve_range
 from .splitting import At, Splitting, split
 from .taylor import Polynomial, TaylorField
+from .unfolding import (
+    Departure,
+    FirstOrder,
+    TwoLevelFamily,
+    Unfolding,
+    depart,
+    first_order,
+    unfold,
+)
 
 __all__ = [
     "At",
+    "Departure",
     "Equilibria",
+    "FirstOrder",
     "Polynomial",
     "RangeSolution",
     "Splitting",
     "Stability",
     "TaylorField",
+    "TwoLevelFamily",
+    "Unfolding",
     "branches",
+    "depart",
     "equilibria",
+    "first_order",
     "reduced_field",
     "solve_range",
     "split",
+    "unfold",
 ]
