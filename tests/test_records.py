@@ -94,17 +94,21 @@ def test_a_foreign_file_is_refused_in_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_an_unfinished_write_leaves_the_old_file(run, tmp_path):
-    path = tmp_path / "summary.json"
-    records.write_json(path, {"a": 1})
+def test_an_unfinished_write_leaves_the_old_file(run, tmp_path, monkeypatch):
+    path = tmp_path / "run.npz"
+    fs.save_trajectory(run, path)
+    before = path.read_bytes()
 
-    class Unwritable:
-        pass
+    def full_disk(file, **arrays):
+        del arrays
+        file.write(b"half of it")
+        raise OSError("no space left")
 
-    with pytest.raises(TypeError):
-        records.write_json(path, {"a": Unwritable()})
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+    monkeypatch.setattr(np, "savez_compressed", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        fs.save_trajectory(run, path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["run.npz"]
 
 
 def test_json_holds_no_nan(tmp_path):
