@@ -7,6 +7,7 @@ on yourself, `jax.config.update("jax_enable_x64", True)`.
 """
 
 from . import theory
+from .batches import ChainBatches, TextBatches
 from .corpus import load_chain
 from .critical import CriticalOutcome, CriticalPoint, find_critical_point
 from .diagnostics import Diagnostics, diagnose, embedding_path
@@ -24,6 +25,7 @@ from .records import load_trajectory, save_trajectory
 from .saddles import find_saddles
 from .spectrum import Spectrum, block_weights, spectrum
 from .stages import Stages, find_stages
+from .training import train
 from .trajectory import Outcome, Trajectory
 from .verification import Verdict, Verification, verify
 from .visits import VisitedPoint, VisitKind
@@ -32,6 +34,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionModel",
+    "ChainBatches",
     "CriticalOutcome",
     "CriticalPoint",
     "Diagnostics",
@@ -42,6 +45,7 @@ __all__ = [
     "Save",
     "Spectrum",
     "Stages",
+    "TextBatches",
     "Trajectory",
     "Verdict",
     "Verification",
@@ -62,6 +66,7 @@ __all__ = [
     "save_trajectory",
     "spectrum",
     "theory",
+    "train",
     "two_level_law",
     "verify",
 ]

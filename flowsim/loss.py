@@ -95,20 +95,38 @@ class SampleLoss(eqx.Module):
     token counts, exactly: A = softmax(Phi[last] + log counts). That form costs nothing
     per position; it equals the literal masked softmax to round-off.
 
-    Memory is the (N, d) table of counts for the vocabulary of the model; for millions
-    of windows, stream them in batches. Token numbers are checked where their values are
-    known; traced, a target outside the vocabulary makes the loss NaN, and a context
-    token outside it is left out.
+    Memory is the (N, d) table of counts for the vocabulary of the model, or with
+    `chunk_size` that of so many windows at a time, in value and gradient. Token numbers
+    are checked where their values are known; traced, a target outside the vocabulary
+    makes the loss NaN, and a context token outside it is left out.
+
+    Attributes:
+        tokens: the windows; where `counts` are given, any last part of them.
+        targets: the token that follows each window.
+        counts: how often each token occurs in each window; None counts `tokens`.
+        chunk_size: number of windows evaluated at once; all of them when None.
     """
 
     tokens: Int[Array, "N s"]
     targets: Int[Array, " N"]
+    counts: Int[Array, "N d"] | None
+    chunk_size: int | None = eqx.field(static=True)
 
-    def __init__(self, tokens: Int[Array, "N s"], targets: Int[Array, " N"]):
-        for name, value, ndim in (("tokens", tokens, 2), ("targets", targets, 1)):
+    def __init__(
+        self,
+        tokens: Int[Array, "N s"],
+        targets: Int[Array, " N"],
+        *,
+        counts: Int[Array, "N d"] | None = None,
+        chunk_size: int | None = None,
+    ):
+        given = {"tokens": (tokens, "(N, s)"), "targets": (targets, "(N,)")}
+        if counts is not None:
+            given["counts"] = (counts, "(N, d)")
+        for name, (value, expected) in given.items():
             shape, dtype = np.shape(value), jnp.asarray(value).dtype
+            ndim = 1 if name == "targets" else 2
             if len(shape) != ndim or not jnp.issubdtype(dtype, jnp.integer):
-                expected = "(N, s)" if ndim == 2 else "(N,)"
                 raise ValueError(
                     f"{name} must be integers of shape {expected}; "
                     f"got {dtype} of shape {shape}."
@@ -118,8 +136,17 @@ class SampleLoss(eqx.Module):
                 "tokens (N, s) and targets (N,) must agree in N, both N and s at least "
                 f"1; got {np.shape(tokens)} and {np.shape(targets)}."
             )
+        if counts is not None and np.shape(counts)[0] != np.shape(targets)[0]:
+            raise ValueError(
+                "counts (N, d) must have one row for each of the "
+                f"{np.shape(targets)[0]} windows; got shape {np.shape(counts)}."
+            )
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1; got {chunk_size}.")
         self.tokens = jnp.asarray(tokens)
         self.targets = jnp.asarray(targets)
+        self.counts = None if counts is None else jnp.asarray(counts)
+        self.chunk_size = chunk_size
         if not _trees.is_traced((self.tokens, self.targets)):
             # NumPy, because under `jit` JAX would trace the minimum of a constant.
             lowest = min(np.asarray(x).min() for x in (self.tokens, self.targets))
@@ -129,21 +156,51 @@ class SampleLoss(eqx.Module):
     def logits(self, model: AttentionModel) -> Float[Array, "N d"]:
         """Next-token logits of every window."""
         self._check_vocab(model)
-        rows = jnp.arange(self.tokens.shape[0])[:, None]
-        counts = jnp.zeros((self.tokens.shape[0], model.vocab), model.W0.dtype)
-        counts = counts.at[rows, self.tokens].add(1.0)
-        scores = model.attention_logits()[self.tokens[:, -1]]
-        return (weighted_attention(scores, counts) @ model.W0) @ model.W1
+        return _window_logits(model, self.tokens, self.counts)
 
     def __call__(self, model: AttentionModel) -> Scalar:
-        log_p = jax.nn.log_softmax(self.logits(model), axis=-1)
-        return -jnp.mean(jnp.take_along_axis(log_p, self.targets[:, None], axis=-1))
+        self._check_vocab(model)
+        num = self.targets.shape[0]
+        if self.chunk_size is None or self.chunk_size >= num:
+            logits = _window_logits(model, self.tokens, self.counts)
+            return jnp.mean(_cross_entropies(logits, self.targets))
+        return self._sum_in_chunks(model, self.chunk_size) / num
+
+    def _sum_in_chunks(self, model: AttentionModel, size: int) -> Scalar:
+        num = self.targets.shape[0]
+
+        # Recomputed in the backward pass: only the running sum is kept between chunks.
+        @jax.checkpoint
+        def of_chunk(model: AttentionModel, first: Array) -> Scalar:
+            # The last chunk starts early enough to be full; what was seen is left out.
+            start = jnp.minimum(first, num - size)
+
+            def chunk(leaf: Array) -> Array:
+                return jax.lax.dynamic_slice_in_dim(leaf, start, size)
+
+            tokens, targets, counts = jax.tree.map(
+                chunk, (self.tokens, self.targets, self.counts)
+            )
+            losses = _cross_entropies(_window_logits(model, tokens, counts), targets)
+            new = start + jnp.arange(size, dtype=first.dtype) >= first
+            return jnp.sum(jnp.where(new, losses, 0.0))
+
+        def add(total: Scalar, first: Array) -> tuple[Scalar, None]:
+            return total + of_chunk(model, first), None
+
+        firsts = jnp.arange(0, num, size, dtype=jnp.int32)
+        return jax.lax.scan(add, jnp.zeros((), model.W0.dtype), firsts)[0]
 
     def reduce(self, model: AttentionModel) -> WidthReduction | None:
         """An exactly equivalent narrower start for the flow, where one pays."""
         return worthwhile_reduction(model)
 
     def _check_vocab(self, model: AttentionModel) -> None:
+        if self.counts is not None and self.counts.shape[1] != model.vocab:
+            raise ValueError(
+                f"counts have {self.counts.shape[1]} columns but the model has vocab "
+                f"{model.vocab}; they must be equal."
+            )
         if _trees.is_traced((self.tokens, self.targets)):
             return
         largest = max(np.asarray(x).max() for x in (self.tokens, self.targets))
@@ -152,3 +209,24 @@ class SampleLoss(eqx.Module):
                 f"the windows hold token {largest} but the model has vocab "
                 f"{model.vocab}; every token must be below it."
             )
+
+
+def _window_logits(
+    model: AttentionModel, tokens: Int[Array, "N s"], counts: Int[Array, "N d"] | None
+) -> Float[Array, "N d"]:
+    dtype = model.W0.dtype
+    if counts is None:
+        rows = jnp.arange(tokens.shape[0])[:, None]
+        occurrences = jnp.zeros((tokens.shape[0], model.vocab), dtype)
+        occurrences = occurrences.at[rows, tokens].add(1.0)
+    else:
+        occurrences = counts.astype(dtype)
+    scores = model.attention_logits()[tokens[:, -1]]
+    return (weighted_attention(scores, occurrences) @ model.W0) @ model.W1
+
+
+def _cross_entropies(
+    logits: Float[Array, "N d"], targets: Int[Array, " N"]
+) -> Float[Array, " N"]:
+    log_p = jax.nn.log_softmax(logits, axis=-1)
+    return -jnp.take_along_axis(log_p, targets[:, None], axis=-1)[:, 0]

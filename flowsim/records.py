@@ -121,6 +121,59 @@ def load_trajectory(path: str | os.PathLike, like: Params | None = None) -> Traj
     )
 
 
+def save_checkpoint(
+    path: str | os.PathLike, state: Params, header: Mapping[str, Any]
+) -> None:
+    """Write a pytree of arrays, and what it belongs to, to one `.npz` file."""
+    leaves = _trees.named_leaves(state, "state").items()
+    numbers: dict[str, Any] = {key: np.asarray(value) for key, value in leaves}
+    numbers["header"] = np.array(json.dumps({"checkpoint": _plain(header)}))
+    _write_whole(path, lambda file: np.savez(file, **numbers))
+
+
+def load_checkpoint(
+    path: str | os.PathLike, like: Params
+) -> tuple[Params, dict[str, Any]]:
+    """Read what `save_checkpoint` wrote, in the structure of `like`.
+
+    The first axis of an array may have another length than in `like`.
+
+    Returns:
+        The pytree, its leaves NumPy arrays, and the header.
+
+    Raises:
+        ValueError: not a checkpoint, or names, shapes or types differ from `like`.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {key: file[key] for key in file.files}
+        header = json.loads(str(arrays.pop("header")))["checkpoint"]
+    except Exception as error:
+        raise ValueError(
+            f"{path} is not a checkpoint written by flowsim ({error})."
+        ) from error
+    expected = {
+        key: np.asarray(leaf)
+        for key, leaf in _trees.named_leaves(like, "state").items()
+    }
+
+    def kind(array: np.ndarray) -> tuple[Any, ...]:
+        return array.ndim, array.shape[1:], array.dtype
+
+    for name in sorted({*arrays, *expected}):
+        if name not in arrays or name not in expected:
+            side = "lacks" if name in expected else "has besides"
+            raise ValueError(f"{path} does not fit this run: it {side} {name}.")
+        if kind(arrays[name]) != kind(expected[name]):
+            raise ValueError(
+                f"{path} does not fit this run: {name} is {arrays[name].dtype} of "
+                f"shape {arrays[name].shape}, here {expected[name].dtype} of shape "
+                f"{expected[name].shape}."
+            )
+    leaves = [arrays[name] for name in expected]
+    return jtu.tree_unflatten(jtu.tree_structure(like), leaves), header
+
+
 def load_chain_file(path: str | os.PathLike) -> MarkovChain:
     """Read a chain from an `.npz` file.
 

@@ -16,7 +16,13 @@ two public corpora are shipped with the package, their texts are not.
 (('the', ',', '.', 'of'), 0.1263)
 """
 
-from .bigrams import BigramTable, count_bigrams, load_table, save_table
+from .bigrams import (
+    BigramTable,
+    count_bigrams,
+    count_pairs,
+    load_table,
+    save_table,
+)
 from .shipped import CORPORA, Corpus, load_chain, shipped_table
 from .text import (
     TOKENISERS,
@@ -34,6 +40,7 @@ __all__ = [
     "Corpus",
     "TokenStream",
     "count_bigrams",
+    "count_pairs",
     "load_chain",
     "load_table",
     "read_stream",

@@ -97,7 +97,7 @@ def count_bigrams(
     if keep_headings:
         name = f"{name}, headings kept"
     return BigramTable(
-        counts=_count(stream),
+        counts=count_pairs(stream),
         tokens=stream.tokens,
         tokeniser=name,
         num_words=stream.num_words,
@@ -155,7 +155,8 @@ def read_table(file: IO[bytes], name: str) -> BigramTable:
     return table
 
 
-def _count(stream: TokenStream) -> Int[np.ndarray, "d d"]:
+def count_pairs(stream: TokenStream) -> Int[np.ndarray, "d d"]:
+    """How often token j follows token i in a stream."""
     size = len(stream.tokens)
     pairs = stream.ids[:-1].astype(np.int64) * size + stream.ids[1:]
     return np.bincount(pairs, minlength=size**2).reshape(size, size)

@@ -1,0 +1,132 @@
+"""How fast finite contexts and finite samples approach the population limit."""
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import Float, PRNGKeyArray
+
+from .. import _summary, _trees
+from .._types import Objective, Params
+from ..batches import sampled_text
+from ..flow import gradient_flow
+from ..loss import PopulationLoss, SampleLoss
+from ..markov import MarkovChain
+from ..trajectory import Trajectory
+
+
+class ScalingLaw(eqx.Module):
+    """Relative parameter errors against sizes, and the exponent of their power law.
+
+    Attributes:
+        sizes: context lengths s, or numbers of windows N.
+        errors: |theta(t) - theta_population(t)| / |theta_population(t)|.
+        exponent: slope of log error over log size, by least squares.
+    """
+
+    sizes: tuple[int, ...]
+    errors: Float[np.ndarray, " sizes"]
+    exponent: float
+
+    def __str__(self) -> str:
+        return _summary.aligned(
+            "ScalingLaw",
+            {
+                **{
+                    str(size): f"{error:.4g}"
+                    for size, error in zip(self.sizes, self.errors, strict=True)
+                },
+                "exponent": f"{self.exponent:.3f}",
+            },
+        )
+
+
+def context_law(
+    chain: MarkovChain,
+    model: Params,
+    *,
+    t1: float,
+    lengths: tuple[int, ...] = (16, 32, 64, 128, 256, 512),
+    num_windows: int = 2**14,
+    key: PRNGKeyArray,
+) -> ScalingLaw:
+    """Errors of the flow on N windows of length s at time t1; 1/s when N is large.
+
+    The windows of all lengths are the last parts of the same sequences, so that the
+    error of a finite N is shared.
+    """
+    sequences = sampled_text(
+        chain,
+        key,
+        num_windows * (max(lengths) + 1),
+        num_streams=num_windows,
+    )
+    losses = [
+        SampleLoss(sequences[:, -length - 1 : -1], sequences[:, -1])
+        for length in lengths
+    ]
+    return _law(chain, model, losses, lengths, t1)
+
+
+def sample_law(
+    chain: MarkovChain,
+    model: Params,
+    *,
+    t1: float,
+    nums: tuple[int, ...] = (256, 1024, 4096, 16384),
+    length: int = 512,
+    key: PRNGKeyArray,
+) -> ScalingLaw:
+    """Errors of the flow on N windows at time t1; N^-1/2 when s is large."""
+    keys = jax.random.split(key, len(nums))
+    losses = []
+    for subkey, num in zip(keys, nums, strict=True):
+        sequences = chain.sample(subkey, num, length + 1)
+        losses.append(SampleLoss(sequences[:, :-1], sequences[:, -1]))
+    return _law(chain, model, losses, nums, t1)
+
+
+def _law(
+    chain: MarkovChain,
+    model: Params,
+    losses: list[SampleLoss],
+    sizes: tuple[int, ...],
+    t1: float,
+) -> ScalingLaw:
+    exact = _end(PopulationLoss(chain), model, t1)
+    errors = np.array(
+        [relative_distance(_end(loss, model, t1), exact) for loss in losses]
+    )
+    exponent = np.polyfit(np.log(sizes), np.log(errors), 1)[0]
+    return ScalingLaw(sizes=sizes, errors=errors, exponent=float(exponent))
+
+
+def _end(objective: Objective, model: Params, t1: float) -> Params:
+    return gradient_flow(objective, model, t1=t1, rtol=1e-7).final
+
+
+def relative_distance(model: Params, reference: Params) -> float:
+    """|theta - theta_reference| / |theta_reference|."""
+    difference = _trees.norm(_trees.subtract(model, reference))
+    return float(difference / _trees.norm(reference))
+
+
+def aligned_error(
+    run: Trajectory, reference: Trajectory, time: float
+) -> tuple[float, float]:
+    """Shift and relative error of a run against a reference after aligning time.
+
+    Near a burst a small error of the rates becomes a shift of time: the row of the
+    reference that is closest to the run's state at `time` is compared instead of that
+    of the same time.
+
+    Returns:
+        The shift (time of that row minus `time`, in the unit of the runs; positive: the
+        run is ahead), and the relative distance of the parameters there.
+    """
+    state = run.model_at(run.nearest(time))
+    distances = jax.vmap(lambda row: _trees.norm(_trees.subtract(row, state)))(
+        reference.models
+    )
+    row = int(np.argmin(np.asarray(distances)))
+    shift = float(reference.ts[row]) - float(run.ts[run.nearest(time)])
+    return shift, relative_distance(state, reference.model_at(row))

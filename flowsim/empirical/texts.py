@@ -1,0 +1,109 @@
+"""What is trained on: a text over V tokens and the chain of its bigrams."""
+
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import Int, PRNGKeyArray
+
+from .. import _summary
+from ..batches import TextBatches, sampled_text
+from ..corpus import count_pairs, read_stream
+from ..corpus.text import Tokeniser
+from ..markov import MarkovChain, chain_from_counts
+
+
+class TextSetting(eqx.Module):
+    """A text as token numbers, with the chain of its pairs.
+
+    Attributes:
+        ids: one or several streams of token numbers.
+        chain: the chain whose population flow the training is held against.
+        source: where the text comes from, in words.
+    """
+
+    ids: Int[np.ndarray, "streams tokens"]
+    chain: MarkovChain
+    source: str = eqx.field(static=True)
+
+    def batches(self, *, length: int, size: int) -> TextBatches:
+        """Random windows of this text."""
+        return TextBatches(
+            self.ids, length=length, size=size, vocab=self.chain.num_states
+        )
+
+    def __str__(self) -> str:
+        names = self.chain.tokens or tuple(map(str, range(self.chain.num_states)))
+        return _summary.aligned(
+            "TextSetting",
+            {
+                "source": self.source,
+                "tokens": f"{self.ids.size} in {len(self.ids)} stream(s)",
+                "vocabulary": f"{len(names)}: {' '.join(names[:8])} ...",
+                "H(pi), H(P)": (
+                    f"{float(self.chain.unigram_entropy):.6f}, "
+                    f"{float(self.chain.entropy_rate):.6f} nats"
+                ),
+            },
+        )
+
+
+def read_setting(
+    path: str | Path, *, tokeniser: str | Tokeniser, vocab: int
+) -> TextSetting:
+    """A text file or folder over its V most frequent words, with its own bigrams.
+
+    Raises:
+        FileNotFoundError: nothing at `path`.
+        ValueError: no text, fewer than V distinct words, or a token that never has a
+            successor.
+    """
+    stream = read_stream(path, tokeniser=tokeniser, vocab=vocab)
+    chain = chain_from_counts(count_pairs(stream), tokens=stream.tokens)
+    return TextSetting(stream.ids[None], chain, str(path))
+
+
+def sampled_setting(
+    chain: MarkovChain, *, num_tokens: int = 2**20, key: PRNGKeyArray | None = None
+) -> TextSetting:
+    """Sequences sampled from a chain, held against that chain itself."""
+    key = jax.random.key(0) if key is None else key
+    ids = sampled_text(chain, key, num_tokens)
+    return TextSetting(ids, chain, "sampled from the chain")
+
+
+def shuffled(setting: TextSetting, *, seed: int = 0) -> TextSetting:
+    """The same tokens in random order, with the bigrams that are left by chance."""
+    order = np.random.default_rng(seed).permutation(setting.ids.size)
+    ids = setting.ids.ravel()[order].reshape(setting.ids.shape)
+    vocab = setting.chain.num_states
+    counts = np.zeros((vocab, vocab), np.int64)
+    np.add.at(counts, (ids[:, :-1].ravel(), ids[:, 1:].ravel()), 1)
+    chain = chain_from_counts(counts, tokens=setting.chain.tokens)
+    return TextSetting(ids, chain, f"{setting.source}, shuffled")
+
+
+def find_text(corpus: str, folder: str | Path) -> Path:
+    """The text of a shipped corpus in a folder: the folder itself, or its usual place.
+
+    Raises:
+        FileNotFoundError: neither is there.
+    """
+    folder = Path(folder)
+    for place in _PLACES[corpus]:
+        if (folder / place).exists():
+            return folder / place
+    if not folder.exists():
+        raise FileNotFoundError(f"no text file or folder at {folder}.")
+    return folder
+
+
+# Where the texts of the shipped tables lie below a folder of both.
+_PLACES = {
+    "wikitext2": ("wikitext-2/train-subset.txt", "train-subset.txt"),
+    "tinystories": (
+        "tinystories/v2-gpt4-train-head.txt",
+        "v2-gpt4-train-head.txt",
+    ),
+}
