@@ -10,7 +10,6 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-import scipy.sparse
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .. import _trees
@@ -144,11 +143,14 @@ def chain_from_counts(
     """
     if _trees.is_traced(counts):
         raise ValueError("counts must be concrete: chain_from_counts runs outside jit.")
-    if not scipy.sparse.issparse(counts):
+    # Imported here: it takes as long to load as the whole of flowsim.
+    from scipy import sparse
+
+    if not sparse.issparse(counts):
         counts = np.asarray(counts)
     if counts.ndim != 2 or counts.shape[0] != counts.shape[1] or 0 in counts.shape:
         raise ValueError(f"counts must be square (d, d); got shape {counts.shape}.")
-    rows, columns, data = scipy.sparse.find(counts)
+    rows, columns, data = sparse.find(counts)
     order = np.lexsort((columns, rows))
     rows, columns, data = rows[order], columns[order], data[order].astype(np.float64)
     bad = np.flatnonzero(~((data > 0) & np.isfinite(data)))

@@ -15,9 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.sparse
 from jaxtyping import Array, ArrayLike, Float, Real
-from scipy.sparse import csgraph
 
 from .. import _trees
 from ._checks import floating
@@ -69,7 +67,10 @@ def check_ergodic(matrix: np.ndarray, name: str, tokens: Sequence[Any]) -> None:
         ValueError: naming two tokens of which one never leads to the other, or the
             period.
     """
-    graph = scipy.sparse.csr_array(matrix > 0)
+    # Imported here: it takes as long to load as the whole of flowsim.
+    from scipy.sparse import csgraph, csr_array
+
+    graph = csr_array(matrix > 0)
     num_classes, labels = csgraph.connected_components(graph, connection="strong")
     steps = csgraph.dijkstra(graph, indices=0, unweighted=True)
     if num_classes > 1:

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
-from scipy.interpolate import CubicSpline
 
 from .. import theory
+from .._curves import crossings, spline
 from .._types import Scalar
 from ..flow import default_atol, gradient_flow
 from ..loss import PopulationLoss
@@ -218,21 +218,15 @@ def crossing(run: Trajectory, curve: Any, level: float) -> float:
 
     NaN where it never does.
     """
-    ts, values = np.asarray(run.ts), np.asarray(curve) - level
-    rows = np.flatnonzero((values[1:] >= 0) & (values[:-1] < 0))
-    if rows.size == 0:
-        return math.nan
-    low, high = ts[rows[0]], ts[rows[0] + 1]
-    roots = CubicSpline(ts, values).roots(extrapolate=False)
-    inside = roots[(roots >= low) & (roots <= high)]
-    return float(inside[0]) if inside.size else math.nan
+    times = crossings(run.ts, np.asarray(curve), level, rising=True)
+    return float(times[0]) if times.size else math.nan
 
 
 def read(run: Trajectory, curve: Any, time: float) -> float:
     """Value at one time of a curve over the saved points."""
     if not math.isfinite(time):
         return math.nan
-    return float(CubicSpline(np.asarray(run.ts), np.asarray(curve))(time))
+    return float(spline(run.ts, np.asarray(curve))(time))
 
 
 def _log_norm(x: Float[Array, "..."]) -> Scalar:
