@@ -20,6 +20,7 @@ Left out: the numbers themselves (`flowsim.diagnostics`, `flowsim.stages`), and 
 
 from ._style import save
 from .animation import cycle_animation
+from .comparison import comparison_figure
 from .cycle import cycle_figure
 from .runs import (
     attention_figure,
@@ -35,6 +36,7 @@ from .spectra import spectrum_figure
 
 __all__ = [
     "attention_figure",
+    "comparison_figure",
     "cycle_animation",
     "cycle_figure",
     "drift_figure",
