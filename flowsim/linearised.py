@@ -307,7 +307,7 @@ def error_order(
     objective: Objective,
     direction: Params,
     *,
-    scales: Sequence[float] | Float[Array, " s"],
+    scales: Sequence[float] | Float[np.ndarray, " s"],
     t: RealLike,
     **options: Any,
 ) -> ErrorOrder:

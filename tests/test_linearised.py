@@ -70,7 +70,7 @@ def test_the_linear_flow_is_the_exponential_of_the_jacobian(second):
     flat, _ = _trees.ravel(direction)
     exact = scipy.linalg.expm(-7.0 * np.asarray(hessian(loss, flow.point))) @ flat
     found, _ = _trees.ravel(flow.displaced(direction, 7.0))
-    np.testing.assert_allclose(found, exact, atol=1e-12 * np.linalg.norm(exact))
+    np.testing.assert_allclose(found, exact, atol=1e-12 * float(np.linalg.norm(exact)))
     still, _ = _trees.ravel(flow.displaced(direction, 0.0))
     np.testing.assert_array_equal(still, flat)
 
@@ -206,11 +206,15 @@ def test_exits_can_be_mapped_over_starts(toy):
     ("call", "message"),
     [
         (
-            lambda flow: compare(flow, saddle, DIAGONAL, scale=0.0, ts=[1.0]),
+            lambda flow: compare(
+                flow, saddle, DIAGONAL, scale=0.0, ts=jnp.array([1.0])
+            ),
             "scale must be positive; got 0",
         ),
         (
-            lambda flow: compare(flow, saddle, DIAGONAL, scale=0.1, ts=[-1.0, 1.0]),
+            lambda flow: compare(
+                flow, saddle, DIAGONAL, scale=0.1, ts=jnp.array([-1.0, 1.0])
+            ),
             "ts must be positive times",
         ),
         (

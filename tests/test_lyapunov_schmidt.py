@@ -188,8 +188,8 @@ def test_the_tetrahedral_system_has_9_equilibria_before_and_15_after(reduced):
     np.testing.assert_allclose(
         np.linalg.norm(on_axes, axis=1), np.sqrt(1e-3 / B), rtol=1e-9
     )
-    for found in (before, after):
-        sizes = np.roots([-(B + 2 * C), A, found.delta])
+    for found, mu in ((before, -1e-3), (after, 1e-3)):
+        sizes = np.roots([-(B + 2 * C), A, mu])
         diagonal = [p for p in found.points if np.all(np.abs(p) > 1e-6)]
         assert len(diagonal) == 8
         signed = [abs(p[0]) * np.sign(np.prod(p)) for p in diagonal]

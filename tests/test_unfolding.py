@@ -183,7 +183,7 @@ def test_the_flow_leaves_along_the_new_direction_and_stays_without_delta(
 
 def test_a_width_of_one_has_no_transverse_direction(family, point):
     with pytest.raises(ValueError, match="width must be at least 2"):
-        unfold(family.chain, RankOneFrame([1.0], [1.0]), point, [1e-3])
+        unfold(family.chain, RankOneFrame(jnp.ones(1), jnp.ones(1)), point, [1e-3])
 
 
 def test_results_print_short(unfolded):

@@ -76,7 +76,7 @@ class Equilibria(eqx.Module):
         It does not change with delta as long as no equilibrium crosses the sphere
         (Poincare and Hopf), which checks the list independently.
         """
-        signs = np.sign(np.prod(self.eigenvalues, axis=1).real)
+        signs = np.sign(np.real(np.prod(self.eigenvalues, axis=1)))
         return int(np.sum(signs))
 
     def __str__(self) -> str:
@@ -216,7 +216,7 @@ def _distinct(roots: list[np.ndarray], radius: float, dimension: int) -> np.ndar
 
 
 def _classify(eigenvalues: np.ndarray) -> Stability:
-    real, size = eigenvalues.real, np.max(np.abs(eigenvalues), initial=0.0)
+    real, size = np.real(eigenvalues), np.max(np.abs(eigenvalues), initial=0.0)
     if np.any(np.abs(real) <= 1e-10 * size):
         return Stability.degenerate
     if np.all(real < 0):

@@ -26,7 +26,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
 from scipy.interpolate import CubicSpline
 
 from .. import _summary, _trees
@@ -113,13 +113,13 @@ class Unfolding(eqx.Module):
         """The most unstable transverse eigenvalue at each delta (1 / flow time)."""
         return self.transverse[:, -1]
 
-    def exponent(self, values: Float[Array, " q"]) -> float:
+    def exponent(self, values: Float[ArrayLike, " q"]) -> float:
         """Least-squares slope of log |values| in log |delta|, over non-zero deltas."""
-        deltas, values = np.abs(np.asarray(self.deltas)), np.abs(np.asarray(values))
-        used = (deltas > 0) & (values > 0)
+        deltas, sizes = np.abs(np.asarray(self.deltas)), np.abs(np.asarray(values))
+        used = (deltas > 0) & (sizes > 0)
         if used.sum() < 2:
             return math.nan
-        return float(np.polyfit(np.log(deltas[used]), np.log(values[used]), 1)[0])
+        return float(np.polyfit(np.log(deltas[used]), np.log(sizes[used]), 1)[0])
 
     def __str__(self) -> str:
         rows = {

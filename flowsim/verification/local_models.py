@@ -7,6 +7,7 @@ that treat their low-frequency tokens alike (see `flowsim.verification.unfolding
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from .. import _trees, theory
 from ..flow import gradient_flow
 from ..invariant import (
     DegeneratePoint,
+    Dilution,
     RankOneFrame,
     RankOneModel,
     Reduced,
@@ -97,8 +99,8 @@ def lemma_claims(loss: PopulationLoss) -> list[Claim]:
         bool(one.outcome == Outcome.reached_t1) for one in (*seen, there)
     )
 
-    def checked(number: object) -> float:
-        return float(number) if reached else math.nan  # pyright: ignore[reportArgumentType]
+    def checked(number: Any) -> float:
+        return float(number) if reached else math.nan
 
     return [
         compare(
@@ -174,6 +176,26 @@ def manifold_claims(loss: PopulationLoss) -> list[Claim]:
             scale=slope,
         ),
         *_growth_claims("rank-one manifold", run.ts, seen, rate, bool(run.succeeded)),
+        *_spread_claims("rank-one manifold", seen, bool(run.succeeded)),
+    ]
+
+
+def _spread_claims(name: str, seen: Dilution, succeeded: bool) -> list[Claim]:
+    """The embeddings' picture in numbers: low tokens about their mean, and the top."""
+    spread, apart = (np.asarray(x) for x in (seen.spread, seen.separation))
+    listed = ", ".join(
+        f"{spread[row]:.4f} and {apart[row]:.4f}" for row in (0, len(spread) // 2, -1)
+    )
+    return [
+        compare(
+            f"{name}: the top token's embedding moves away from the low ones",
+            _STAGE_III,
+            1.0,
+            np.sign(apart[-1] - apart[0]) if succeeded else math.nan,
+            0.0,
+            "sign of the change of its distance from their mean; spread of the low "
+            f"tokens and distance at the first, middle and last point: {listed}",
+        ),
     ]
 
 
@@ -218,6 +240,7 @@ def dilution_claims(
     attention = np.asarray(seen.top_attention[:, 1])
     return [
         *_growth_claims(f"{name}: dilution", ts, seen, rate, bool(run.succeeded)),
+        *_spread_claims(f"{name}: dilution", seen, bool(run.succeeded)),
         compare(
             f"{name}: top and low tokens move opposite ways",
             _STAGE_III,
@@ -249,7 +272,9 @@ def dilution_claims(
     ]
 
 
-def _growth_claims(name, ts, seen, rate: float, succeeded: bool) -> list[Claim]:
+def _growth_claims(
+    name: str, ts: Any, seen: Dilution, rate: float, succeeded: bool
+) -> list[Claim]:
     product = growth_rate(ts, seen.attention_product, (1e-6, 1e-4))
     # The mass follows q kk once its own transient has died out.
     mass = growth_rate(ts, seen.redistributed, (3e-5, 3e-4))

@@ -7,7 +7,7 @@ tokens with an uneven pattern.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def degenerate_claims(
 ) -> list[Claim]:
     """The end of the reduced flow is a degenerate critical point of the full loss."""
     p, P = loss.predictions(end.model), loss.chain.transition
-    spec = end.spectrum
+    spec, gamma = end.spectrum, end.reduced.gamma
     values, d = np.asarray(spec.values), loss.chain.num_states
     stable = 2 * (d - 1)
     return [
@@ -105,9 +105,8 @@ def degenerate_claims(
             spec.num_center,
             0.0,
             f"all of {values.size} but 2 (d - 1) = {stable}; "
-            f"{int(spec.num_symmetry)} by symmetry"  # pyright: ignore[reportArgumentType]
-            f"; gamma_1 = {float(end.reduced.gamma[0]):.5f}, "
-            f"gamma_2 = {float(end.reduced.gamma[1]):.5f}, "
+            f"{spec.num_symmetry} by symmetry; gamma_1 = {float(gamma[0]):.5f}, "
+            f"gamma_2 = {float(gamma[1]):.5f}, "
             f"q kk = {float(end.reduced.q * end.reduced.kk):.5f}",
         ),
     ]
@@ -124,7 +123,7 @@ def unfolding_claims(
     tangent = float(np.max(np.asarray(found.tangential[:, -1])))
     span = f"delta = {deltas[0]:g} ... {deltas[-1]:g}"
 
-    def checked(number) -> float:
+    def checked(number: Any) -> float:
         return float(number) if converged else math.nan
 
     largest = np.asarray(found.singular_values[:, 0])
@@ -167,14 +166,16 @@ def unfolding_claims(
         ),
     ]
     if family.smooth is not None:
-        claims += _first_order_claims(name, family, end, found, checked)
+        claims += _first_order_claims(
+            name, family.smooth, family.pattern, end, found, checked
+        )
     return claims
 
 
 def _second_value(name, deltas, second, checked) -> list[Claim]:
     """The second singular value is O(delta^3); on some chains it is smaller."""
     # Read where it is well above round-off.
-    used = np.flatnonzero(second > 1e-12)[:2]
+    used = np.flatnonzero(second > 1e-13)[:2]
     if used.size < 2:
         used = np.array([len(second) - 2, len(second) - 1])
     i, j = used
@@ -199,12 +200,12 @@ def _second_value(name, deltas, second, checked) -> list[Claim]:
     return [depart_from_paper(claim, higher)]
 
 
-def _first_order_claims(name, family: Family, end, found, checked) -> list[Claim]:
-    predicted = first_order(family.smooth, end.frame, end.reduced)
+def _first_order_claims(name, smooth, c, end, found, checked) -> list[Claim]:
+    predicted = first_order(smooth, end.frame, end.reduced)
     slope = float(predicted.slopes[0])
     deltas = np.asarray(found.deltas)
     excess = np.asarray(found.rates) / deltas - slope
-    pattern = np.asarray(family.pattern)
+    pattern = np.asarray(c)
     # delta -> -delta only renames tokens: even in delta.
     odd = np.allclose(np.sort(pattern), np.sort(-pattern))
     order = 2.0 if odd else 1.0
