@@ -6,7 +6,7 @@ first subject. Importing the package changes no setting of JAX: turn double prec
 on yourself, `jax.config.update("jax_enable_x64", True)`.
 """
 
-from . import theory
+from . import invariant, linearised, lyapunov_schmidt, theory
 from .batches import ChainBatches, TextBatches
 from .corpus import load_chain
 from .critical import CriticalOutcome, CriticalPoint, find_critical_point
@@ -59,9 +59,12 @@ __all__ = [
     "find_saddles",
     "find_stages",
     "gradient_flow",
+    "invariant",
     "lazy_chain",
+    "linearised",
     "load_chain",
     "load_trajectory",
+    "lyapunov_schmidt",
     "metropolis_chain",
     "save_trajectory",
     "spectrum",

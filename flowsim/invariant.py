@@ -38,9 +38,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
-from scipy.interpolate import CubicSpline
 
 from . import _summary, _trees, theory
+from ._curves import crossings
 from ._types import Objective, RealLike, Scalar
 from .critical import CriticalPoint, find_critical_point
 from .derivatives import gradient, value_and_grad_norm
@@ -277,17 +277,6 @@ def lift_path(frame: RankOneFrame, path: RankOneModel) -> AttentionModel:
 def distances(frame: RankOneFrame, models: AttentionModel) -> Float[Array, " t"]:
     """Distance from the manifold at every model of a path (leading axis: time)."""
     return jax.vmap(frame.distance)(models)
-
-
-def crossings(
-    ts: Float[ArrayLike, " t"], values: Float[ArrayLike, " t"], level: float = 0.0
-) -> Float[np.ndarray, " q"]:
-    """Times at which a curve through saved points crosses a level (cubic spline)."""
-    ts, values = np.asarray(ts), np.asarray(values) - level
-    changed = np.flatnonzero(np.sign(values[1:]) * np.sign(values[:-1]) < 0)
-    roots = CubicSpline(ts, values).roots(extrapolate=False)
-    inside = [roots[(roots >= ts[row]) & (roots <= ts[row + 1])][:1] for row in changed]
-    return np.concatenate([np.zeros(0), *inside])
 
 
 def growth_rate(

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from flowsim import _trees, theory
+from flowsim._curves import crossings
 from flowsim.derivatives import gradient
 from flowsim.flow import gradient_flow
 from flowsim.invariant import (
     RankOneFrame,
     RankOneModel,
     Reduced,
-    crossings,
     degenerate_point,
     distances,
     growth_rate,

@@ -76,7 +76,8 @@ class Equilibria(eqx.Module):
         It does not change with delta as long as no equilibrium crosses the sphere
         (Poincare and Hopf), which checks the list independently.
         """
-        signs = np.sign(np.real(np.prod(self.eigenvalues, axis=1)))
+        products = np.asarray(np.prod(self.eigenvalues, axis=1))
+        signs = np.sign(np.real(products))
         return int(np.sum(signs))
 
     def __str__(self) -> str:

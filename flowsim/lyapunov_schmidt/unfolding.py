@@ -27,9 +27,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
-from scipy.interpolate import CubicSpline
 
 from .. import _summary, _trees
+from .._curves import spline
 from .._types import RealLike, Scalar
 from ..critical import find_critical_point
 from ..derivatives import gradient, hessian
@@ -292,13 +292,13 @@ def depart(
     run = gradient_flow(loss, start, t1=t1, rtol=rtol, atol=1e-4 * size)
     apart, part, ratio = _leave(frame, run.models)
     ts, sizes = np.asarray(run.ts), np.log(np.asarray(apart))
-    spline = CubicSpline(ts, sizes)
+    curve = spline(ts, sizes)
     early, late = 0.6 * t1, 0.9 * t1
     cosine = abs(np.dot(np.asarray(part), np.asarray(direction)))
     return Departure(
         ts=run.ts,
         distances=apart,
-        rate=float((spline(late) - spline(early)) / (late - early)),
+        rate=float((curve(late) - curve(early)) / (late - early)),
         alignment=float(cosine / np.linalg.norm(np.asarray(direction))),
         growth=float(jnp.max(apart) / apart[0]),
         rank_ratio=float(ratio),

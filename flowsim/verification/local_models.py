@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _trees, theory
+from .._curves import crossings
 from ..flow import gradient_flow
 from ..invariant import (
     DegeneratePoint,
@@ -21,7 +22,6 @@ from ..invariant import (
     RankOneFrame,
     RankOneModel,
     Reduced,
-    crossings,
     degenerate_point,
     growth_rate,
     invariance_defect,
