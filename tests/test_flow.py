@@ -3,19 +3,45 @@
 from typing import Any
 
 import diffrax
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array
 
 import flowsim as fs
-from flowsim.flow import default_atol
+from flowsim.flow import default_atol, labour
+from flowsim.solvers import SymmetricBDF
 from flowsim.trajectory import Thinning
 
 
 def product(y):
     """L = (1 - u v)^2 / 2: a saddle at the origin, minima on u v = 1."""
     return 0.5 * (1.0 - y[0] * y[1]) ** 2
+
+
+class Quadratic(eqx.Module):
+    """L = offset + sum_i rates_i y_i^2 / 2; its numbers are data: compiled once."""
+
+    rates: Array
+    offset: Array
+
+    def __call__(self, y):
+        return self.offset + 0.5 * jnp.sum(self.rates * y**2)
+
+
+def quadratic(*rates, offset=0.0):
+    return Quadratic(jnp.array(rates), jnp.asarray(offset))
+
+
+def towards(target, y):
+    return 0.5 * (target - y[0] * y[1]) ** 2
+
+
+def half_way(t, y):
+    return y[0] * y[1] - 0.5
 
 
 def half_time(scale: float) -> float:
@@ -32,7 +58,7 @@ def test_the_origin_is_escaped_at_the_right_time_whatever_the_initial_scale(scal
         jnp.full(2, scale),
         t1=60.0,
         rtol=1e-8,
-        stop=lambda t, y: y[0] * y[1] - 0.5,
+        stop=half_way,
     )
     assert run.outcome == fs.Outcome.stopped
     assert abs(float(run.ts[-1]) - half_time(scale)) < 1e-5
@@ -44,20 +70,18 @@ def test_the_handed_escape_time_is_met_to_ten_digits():
         jnp.full(2, 1e-6),
         t1=30.0,
         rtol=1e-11,
-        stop=lambda t, y: y[0] * y[1] - 0.5,
+        stop=half_way,
     )
     assert abs(float(run.ts[-1]) - 13.8155105580) < 1e-8
 
 
 def test_a_quadratic_decays_exponentially_at_given_times():
-    rates = jnp.array([0.3, 1.0, 2.0])
+    objective = quadratic(0.3, 1.0, 2.0)
     times = np.linspace(0.5, 3.0, 6)
     start = jnp.array([1.0, -2.0, 0.5])
-    run = fs.gradient_flow(
-        lambda y: 0.5 * jnp.sum(rates * y**2), start, t1=4.0, rtol=1e-9, save=times
-    )
+    run = fs.gradient_flow(objective, start, t1=4.0, rtol=1e-9, save=times)
     np.testing.assert_allclose(run.ts, [0.0, *times, 4.0], rtol=0, atol=0)
-    exact = start * jnp.exp(-rates * run.ts[:, None])
+    exact = start * jnp.exp(-objective.rates * run.ts[:, None])
     np.testing.assert_allclose(run.models, exact, atol=1e-7)
 
 
@@ -95,13 +119,14 @@ def test_at_most_so_many_rows_are_kept_and_both_ends_are_among_them():
     assert set(np.asarray(thin.ts)) <= set(np.asarray(full.ts))
 
 
-def test_every_third_step_is_every_third_step():
-    every = fs.gradient_flow(product, jnp.full(2, 1e-3), t1=20.0, save=1)
-    third = fs.gradient_flow(product, jnp.full(2, 1e-3), t1=20.0, save=3)
-    expected = np.asarray(every.ts)[::3]
+def test_every_second_step_is_every_second_step():
+    # With fewer steps than rows, the default keeps every step.
+    every = fs.gradient_flow(product, jnp.full(2, 1e-3), t1=20.0)
+    second = fs.gradient_flow(product, jnp.full(2, 1e-3), t1=20.0, save=2)
+    expected = np.asarray(every.ts)[::2]
     assert int(every.stats["num_accepted_steps"]) == len(every.ts) - 1
-    np.testing.assert_array_equal(np.asarray(third.ts)[: len(expected)], expected)
-    assert len(third.ts) <= len(expected) + 1
+    np.testing.assert_array_equal(np.asarray(second.ts)[: len(expected)], expected)
+    assert len(second.ts) <= len(expected) + 1
 
 
 def test_saving_beyond_the_first_buffer_keeps_every_step():
@@ -136,10 +161,7 @@ def test_losses_and_norms_belong_to_the_saved_models():
 
 def test_a_gradient_tolerance_stops_and_is_off_by_default():
     # The case on which a norm-scaled steady-state test stops at once.
-    def objective(y):
-        return 0.5 * y[1] ** 2
-
-    start = jnp.array([1e5, 5.0])
+    objective, start = quadratic(0.0, 1.0, 1.0), jnp.array([1e5, 5.0, 0.0])
     free = fs.gradient_flow(objective, start, t1=8.0, rtol=1e-3)
     assert free.outcome == fs.Outcome.reached_t1
     np.testing.assert_allclose(free.final[1], 5.0 * np.exp(-8.0), atol=1e-3)
@@ -181,10 +203,8 @@ def test_a_gradient_that_stops_being_finite_is_an_outcome_with_the_path_up_to_th
 
 
 def test_a_start_without_a_finite_loss_is_an_outcome():
-    for save in (None, np.array([0.5])):
-        run = fs.gradient_flow(
-            lambda y: jnp.log(y[0]), jnp.array([-1.0]), t1=1.0, save=save
-        )
+    for save in (None, np.linspace(0.1, 0.9, 5)):
+        run = fs.gradient_flow(product, jnp.array([jnp.nan, 1.0]), t1=1.0, save=save)
         assert run.outcome == fs.Outcome.not_finite
 
 
@@ -203,9 +223,7 @@ def test_a_rising_loss_is_never_a_silent_success():
 
 
 def test_a_converged_run_does_not_count_round_off_as_a_rise():
-    def objective(y):
-        return 1e3 + 0.5 * jnp.sum(y**2)
-
+    objective = quadratic(1.0, 1.0, 1.0, offset=1e3)
     run = fs.gradient_flow(objective, jnp.ones(3), t1=1e3, rtol=1e-10)
     assert run.outcome == fs.Outcome.reached_t1
 
@@ -255,26 +273,91 @@ def test_a_second_call_does_not_compile_again():
 
 
 def test_forward_and_reverse_derivatives_agree_with_finite_differences():
-    def final_loss(target, save, rtol=1e-9):
-        def objective(y):
-            return 0.5 * (target - y[0] * y[1]) ** 2
-
+    def final_loss(target, save):
+        # The target is data of the objective: both of its values share one program.
+        objective = jax.tree_util.Partial(towards, target)
+        start, solver = jnp.full(2, 1e-2), diffrax.Tsit5()
         run = fs.gradient_flow(
-            objective,
-            jnp.full(2, 1e-2),
-            t1=5.0,
-            rtol=rtol,
-            save=save,
-            solver=diffrax.Tsit5(),
+            objective, start, t1=5.0, rtol=1e-9, save=save, solver=solver
         )
         return run.losses[-1]
 
     h = 1e-4
-    central = (final_loss(1.0 + h, None) - final_loss(1.0 - h, None)) / (2 * h)
+    up, down = (final_loss(jnp.asarray(1.0 + sign * h), None) for sign in (1, -1))
+    central = (up - down) / (2 * h)
     forward = jax.jvp(lambda s: final_loss(s, None), (1.0,), (1.0,))[1]
     reverse = jax.grad(lambda s: final_loss(s, jnp.array([2.0])))(1.0)
     np.testing.assert_allclose(forward, central, rtol=1e-5)
     np.testing.assert_allclose(reverse, central, rtol=1e-5)
+
+
+CYCLE = fs.PopulationLoss(fs.lazy_chain([0.6, 0.3, 0.1], 0.5))
+
+
+@pytest.fixture(scope="module")
+def cycles():
+    """A small chain from saddle to saddle, at several tolerances; compiled once."""
+    start = fs.AttentionModel.init(jax.random.key(0), vocab=3, width=4, scale=1e-3)
+    return {
+        rtol: fs.gradient_flow(CYCLE, start, t1=3000.0, rtol=rtol)
+        for rtol in (1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-11)
+    }
+
+
+@pytest.mark.slow
+def test_the_default_tolerances_converge_through_the_saddles_of_a_cycle(cycles):
+    """The error is a multiple of the tolerance, above one: saddles amplify."""
+    rtols, errors = [1e-4, 1e-5, 1e-6, 1e-7, 1e-8], []
+    reference, _ = ravel_pytree(cycles[1e-11].final)
+    # Two saddles on the way: the origin (log 3) and the best constant prediction.
+    losses = cycles[1e-11].losses
+    entropy = float(CYCLE.chain.unigram_entropy)
+    for level in (np.log(3.0), entropy):
+        assert np.sum(np.abs(losses - level) < 1e-3) > 10
+    assert float(losses[-1]) < entropy - 0.05
+    for rtol in rtols:
+        end, _ = ravel_pytree(cycles[rtol].final)
+        errors.append(float(jnp.linalg.norm(end - reference)))
+    errors = np.array(errors) / float(jnp.linalg.norm(reference))
+    assert np.all(errors < 100 * np.array(rtols)), errors
+    assert errors[-1] < 1e-3 * errors[0], errors
+
+
+@pytest.mark.slow
+def test_the_loss_falls_and_conserved_quantities_stay_as_tolerances_promise(cycles):
+    drifts = []
+    for rtol in (1e-4, 1e-6, 1e-8):
+        run = cycles[rtol]
+        assert np.all(np.diff(run.losses) <= rtol * np.asarray(run.losses[1:]))
+        assert float(run.loss_rise) <= 0 and bool(run.succeeded)
+        first, last = (fs.theory.conserved(run.model_at(row)) for row in (0, -1))
+        gap = jax.tree.map(lambda a, b: jnp.max(jnp.abs(a - b)), first, last)
+        drifts.append(max(float(leaf) for leaf in jax.tree.leaves(gap)))
+    assert drifts[0] < 1e-2 and drifts[2] < 1e-6, drifts
+    assert drifts[2] < 0.1 * drifts[1] < 0.01 * drifts[0], drifts
+
+
+@pytest.mark.slow
+def test_large_stiff_flows_turn_to_recycling_and_say_so(monkeypatch):
+    monkeypatch.setattr(labour, "FEWEST_PARAMETERS", 100)
+    rates = jnp.concatenate([jnp.geomspace(3e2, 3e5, 40), jnp.geomspace(1e-2, 10, 80)])
+    basis, _ = jnp.linalg.qr(jax.random.normal(jax.random.key(0), (120, 120)))
+    hessian = (basis * rates) @ basis.T
+
+    def objective(y):
+        return 0.5 * y @ hessian @ y + 0.25 * jnp.sum((y - 1) ** 4)
+
+    runs = [
+        fs.gradient_flow(objective, jnp.ones(120), t1=200.0, rtol=1e-8, solver=solver)
+        for solver in (None, SymmetricBDF())
+    ]
+    np.testing.assert_allclose(runs[0].final, runs[1].final, atol=1e-6)
+    assert "recycles" in runs[0].settings["chosen because"]
+    assert "given" in runs[1].settings["chosen because"]
+    products = [int(run.stats["num_products"]) for run in runs]
+    assert products[0] < 0.8 * products[1], products
+    easy = fs.gradient_flow(product, jnp.full(2, 1e-3), t1=5.0)
+    assert "recycles" not in easy.settings["chosen because"]
 
 
 def test_single_precision_stays_single():
