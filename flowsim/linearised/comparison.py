@@ -1,30 +1,4 @@
-"""The linear flow at a critical point, held against the true flow near it.
-
-Near a critical point theta* the displacement u = theta - theta* obeys u' = J u with
-J = -Hessian, up to terms of second order. `linear_flow` takes the eigenpairs of J and
-gives u(t) = exp(J t) u(0) in closed form; `compare`, `error_order` and `compare_exit`
-say, on any objective, how far the true flow follows it: the lemma behind each stage of
-the paper promises an error O(eps^2 exp(2 mu t)) from distance eps, alignment with the
-most unstable eigenspace, and an escape after time log(1/eps) / mu.
-
-The true flow is integrated as a displacement from theta*, so that a start 1e-8 away
-keeps all its digits.
-
-Left out: which critical points there are (`flowsim.critical`), and what happens beyond
-the neighbourhood (`flowsim.invariant`, `flowsim.lyapunov_schmidt`).
-
->>> import jax.numpy as jnp
->>> from flowsim.linearised import linear_flow, predict_exit
->>> saddle = lambda y: 0.5 * (y[0] ** 2 - y[1] ** 2) + y[1] ** 3
->>> flow = linear_flow(saddle, jnp.zeros(2))
->>> round(float(predict_exit(flow, jnp.array([0.0, 1e-4]), radius=1e-2).time), 6)
-4.60517
-
-References:
-    Chen, Lin, Xu and Luo (2026), arXiv:2605.01199, Lemma 3.1.
-    Hirsch, Smale and Devaney (2013), "Differential Equations, Dynamical Systems, and an
-    Introduction to Chaos", chapters 6 and 8.
-"""
+"""The true flow beside the linear one: errors, their order, exits."""
 
 import math
 from collections.abc import Sequence
@@ -34,74 +8,14 @@ import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float
 
-from . import _summary, _trees
-from ._types import Objective, Params, RealLike, Scalar
-from .derivatives import gradient
-from .flow import gradient_flow
-from .spectrum import Spectrum, spectrum
-from .trajectory import Outcome, Trajectory
-
-
-class LinearFlow(eqx.Module):
-    """The flow u' = J u at a critical point, from eigenpairs of J.
-
-    Attributes:
-        point: the critical point theta*.
-        spectrum: eigenpairs of J there. Where it is not complete, displacements outside
-            the span of its directions stand still.
-        grad_norm: |grad L| at the point, which the linear flow takes as zero.
-        leading: the eigenvalues that count as the largest one.
-    """
-
-    point: Params
-    spectrum: Spectrum
-    grad_norm: Scalar
-    leading: Bool[Array, " k"]
-
-    @property
-    def rate(self) -> Scalar:
-        """The largest eigenvalue mu (1 / flow time)."""
-        return self.spectrum.values[-1]
-
-    @property
-    def gap(self) -> Scalar:
-        """Distance from mu to the next eigenvalue found below it (inf if none)."""
-        below = jnp.where(self.leading, -jnp.inf, self.spectrum.values)
-        return self.rate - jnp.max(below)
-
-    def displaced(self, displacement: Params, t: Float[ArrayLike, ""]) -> Params:
-        """exp(J t) u for a displacement u from the point and one time t."""
-        values, vectors = self.spectrum.values, self.spectrum.vectors
-        t = jnp.asarray(t, values.dtype)
-        weights = jnp.expm1(values * t) * _coefficients(vectors, displacement)
-        return _trees.add_scaled(displacement, 1.0, _combine(weights, vectors))
-
-    def __call__(self, start: Params, t: Float[ArrayLike, ""]) -> Params:
-        """Parameters at time t of the linear flow that starts at `start`."""
-        displacement = _trees.subtract(start, self.point)
-        return _trees.add_scaled(self.point, 1.0, self.displaced(displacement, t))
-
-    def alignment(self, displacement: Params) -> Scalar:
-        """Cosine of the angle to the eigenspace of mu, between 0 and 1."""
-        weights = _coefficients(self.spectrum.vectors, displacement)
-        part = jnp.linalg.norm(jnp.where(self.leading, weights, 0.0))
-        size = _trees.norm(displacement)
-        return part / jnp.where(size > 0, size, 1.0)
-
-    def __str__(self) -> str:
-        rows = {
-            "rate": self.rate,
-            "directions at that rate": jnp.sum(self.leading),
-            "gap below": self.gap,
-            "|grad|": self.grad_norm,
-            "unstable": self.spectrum.num_unstable,
-            "complete": self.spectrum.complete,
-        }
-        return _summary.aligned("LinearFlow", rows)
+from .. import _summary, _trees
+from .._types import Objective, Params, RealLike, Scalar
+from ..flow import gradient_flow
+from ..trajectory import Outcome, Trajectory
+from .linear import Exit, LinearFlow, predict_exit
 
 
 class Comparison(eqx.Module):
@@ -180,26 +94,6 @@ class ErrorOrder(eqx.Module):
         return _summary.aligned("ErrorOrder", vars(self) | {"decades": self.decades})
 
 
-class Exit(eqx.Module):
-    """Where and when a flow leaves a ball around the critical point.
-
-    Attributes:
-        leaves: whether it does.
-        time: when; inf if it never does.
-        place: where; the start if it never does.
-        alignment: cosine of the displacement there with the most unstable eigenspace.
-    """
-
-    leaves: Bool[Array, ""]
-    time: Scalar
-    place: Params
-    alignment: Scalar
-
-    def __str__(self) -> str:
-        rows = {name: vars(self)[name] for name in ("leaves", "time", "alignment")}
-        return _summary.aligned("Exit", rows)
-
-
 class ExitComparison(eqx.Module):
     """A predicted exit beside that of the true flow.
 
@@ -225,39 +119,6 @@ class ExitComparison(eqx.Module):
             "alignment": self.true.alignment,
         }
         return _summary.aligned("ExitComparison", rows)
-
-
-def linear_flow(
-    objective: Objective,
-    point: Params,
-    *,
-    num: int | None = None,
-    cluster_tol: float = 1e-6,
-    **options: Any,
-) -> LinearFlow:
-    """The linear flow at `point`, from all of its spectrum or the leading subspace.
-
-    Args:
-        objective: the loss.
-        point: a critical point, in double precision.
-        num: eigenpairs at the unstable end only; all of them when absent, where the
-            spectrum is dense by default, and 10 at each end beyond 2,000 parameters.
-        cluster_tol: eigenvalues within `cluster_tol` times the spectral radius of the
-            largest belong to its eigenspace.
-        **options: of `flowsim.spectrum`.
-
-    Raises:
-        ValueError: on single precision, or an impossible option.
-    """
-    if num is not None:
-        options = {"which": "largest", "method": "matrix-free", **options, "num": num}
-    found = spectrum(objective, point, **options)
-    return LinearFlow(
-        point=point,
-        spectrum=found,
-        grad_norm=_trees.norm(gradient(objective, point)),
-        leading=found.values >= found.values[-1] - cluster_tol * found.radius,
-    )
 
 
 def compare(
@@ -341,54 +202,6 @@ def error_order(
         order=jnp.sum(x * y) / jnp.sum(x * x),
         constant=jnp.exp(jnp.mean(jnp.log(constants))),
         succeeded=jnp.all(reached),
-    )
-
-
-@eqx.filter_jit
-def predict_exit(flow: LinearFlow, start: Params, radius: RealLike) -> Exit:
-    """Where and when the linear flow from `start` leaves a ball around the point.
-
-        |exp(J t) u(0)| = radius
-
-    The square of the left side is a sum of exponentials in t, hence convex: from inside
-    the ball there is one exit or none. It is bracketed and bisected.
-
-    Args:
-        start: parameters inside the ball.
-        radius: of the ball.
-
-    Raises:
-        ValueError: if the start lies outside the ball (raised at run time under jit).
-    """
-    displacement = _trees.subtract(start, flow.point)
-    values = flow.spectrum.values
-    radius = jnp.asarray(radius, values.dtype)
-    radius = eqx.error_if(
-        radius,
-        ~(_trees.norm(displacement) < radius),
-        "start must lie inside the ball around the critical point.",
-    )
-    sizes = jnp.abs(_coefficients(flow.spectrum.vectors, displacement))
-    # Each growing component alone reaches the radius at a time that bounds the exit.
-    grows = (values > 0) & (sizes > 0)
-    latest = jnp.log(radius / jnp.where(grows, sizes, 1.0))
-    latest = jnp.min(jnp.where(grows, latest / jnp.where(grows, values, 1.0), jnp.inf))
-    leaves = jnp.isfinite(latest)
-
-    def halve(_, bracket):
-        low, high = bracket
-        middle = 0.5 * (low + high)
-        outside = _trees.norm(flow.displaced(displacement, middle)) >= radius
-        return jnp.where(outside, low, middle), jnp.where(outside, middle, high)
-
-    bracket = jnp.zeros_like(radius), jnp.where(leaves, latest, 0.0)
-    _, time = jax.lax.fori_loop(0, 60, halve, bracket)
-    at_exit = flow.displaced(displacement, time)
-    return Exit(
-        leaves=leaves,
-        time=jnp.where(leaves, time, jnp.inf),
-        place=_trees.add_scaled(flow.point, 1.0, at_exit),
-        alignment=flow.alignment(at_exit),
     )
 
 
@@ -504,13 +317,3 @@ def _measure(
         linear_alignment=jax.vmap(flow.alignment)(linear),
         outcome=run.outcome,
     )
-
-
-def _coefficients(vectors: Params, displacement: Params) -> Float[Array, " k"]:
-    """Inner products of a displacement with stacked unit vectors."""
-    return jax.vmap(lambda vector: _trees.inner(vector, displacement))(vectors)
-
-
-def _combine(weights: Float[Array, " k"], vectors: Params) -> Params:
-    """The stacked vectors' combination with these weights."""
-    return jtu.tree_map(lambda leaf: jnp.tensordot(weights, leaf, 1), vectors)
