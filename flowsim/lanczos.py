@@ -118,7 +118,8 @@ def eigenpairs(
         like,
         jax.random.key(0) if key is None else key,
         jnp.asarray(tol, float),
-        (num, which, max_restarts, basis_size),
+        jnp.asarray(max_restarts, jnp.int32),
+        (num, which, basis_size),
     )
 
 
@@ -128,14 +129,15 @@ def _eigenpairs(
     like: Params,
     key: PRNGKeyArray,
     tol: Scalar,
-    options: tuple[int, Ends, int, int | None],
+    max_restarts: Int[Array, ""],
+    options: tuple[int, Ends, int | None],
 ) -> EigenPairs:
     flat, unravel = _trees.ravel(like)
 
     def product(rows: Float[Array, "b n"]) -> Float[Array, "b n"]:
         return jax.vmap(lambda row: _trees.ravel(matvec(unravel(row)))[0])(rows)
 
-    num, which, max_restarts, basis_size = options
+    num, which, basis_size = options
     found = block_lanczos(
         product,
         flat.size,
@@ -221,7 +223,7 @@ def block_lanczos(
     num: int,
     which: Ends,
     tol: float | Scalar,
-    max_restarts: int,
+    max_restarts: int | Int[Array, ""],
     basis_size: int | None,
     key: PRNGKeyArray,
     dtype: Any,
@@ -282,7 +284,7 @@ def _iterate(
     n: int,
     plan: _Plan,
     tol: float | Scalar,
-    max_restarts: int,
+    max_restarts: int | Int[Array, ""],
     key: PRNGKeyArray,
     dtype: Any,
 ) -> tuple[Float[Array, "k n"], Scalar, Int[Array, ""]]:

@@ -34,6 +34,7 @@ from .lanczos import Ends, block_lanczos, check_double
 from .model import AttentionModel
 from .symmetry import (
     Symmetries,
+    explained_shares,
     num_explained,
     symmetry_basis,
     symmetry_directions,
@@ -57,7 +58,8 @@ class Spectrum(eqx.Module):
         radius: largest |eigenvalue| (matrix-free: as far as seen, a lower bound).
         tolerance: eigenvalues of size at most this count as zero.
         num_symmetry: how many of the zeros the symmetries explain; None when none are
-            known or the spectrum is not complete.
+            known. With `complete` false, how many of the zeros found: one that mixes
+            symmetries with other null directions does not count.
         num_products: Hessian-vector products used.
         complete: whether all n pairs are there.
         method: "dense" or "matrix-free".
@@ -103,7 +105,7 @@ class Spectrum(eqx.Module):
 
     @property
     def num_degenerate(self) -> Int[Array, "*batch"] | None:
-        """Zeros that no known symmetry explains."""
+        """Zeros, of those found, that no known symmetry explains."""
         if self.num_symmetry is None:
             return None
         return self.num_center - self.num_symmetry
@@ -190,8 +192,7 @@ def spectrum(
         center_tol: eigenvalues of size at most `center_tol` times the radius are zero.
             The default allows for a degenerate point known only to |grad| = 1e-12.
         symmetries: a function from parameters to directions stacked along a leading
-            axis, used to explain zeros of a complete spectrum; "auto" knows those of
-            `AttentionModel`.
+            axis, used to explain zeros; "auto" knows those of `AttentionModel`.
         symmetry_tol: see `flowsim.symmetry.symmetry_basis`.
         max_restarts, basis_size, key: see `flowsim.lanczos.eigenpairs`.
 
@@ -219,8 +220,9 @@ def spectrum(
         params,
         jax.random.key(0) if key is None else key,
         jnp.asarray((tol, center_tol, symmetry_tol), float),
+        jnp.asarray(max_restarts, jnp.int32),
         symmetries,
-        (num, which, method == "dense", max_restarts, basis_size),
+        (num, which, method == "dense", basis_size),
     )
 
 
@@ -230,11 +232,12 @@ def _spectrum(
     params: Params,
     key: PRNGKeyArray,
     tolerances: Float[Array, "3"],
+    max_restarts: Int[Array, ""],
     symmetries: Symmetries | None,
-    options: tuple[int, Ends, bool, int, int | None],
+    options: tuple[int, Ends, bool, int | None],
 ) -> Spectrum:
     tol, center_tol, symmetry_tol = tolerances
-    num, which, dense, max_restarts, basis_size = options
+    num, which, dense, basis_size = options
     flat, unravel = _trees.ravel(params)
     gradient = jax.grad(lambda v: objective(unravel(v)))
 
@@ -259,10 +262,13 @@ def _spectrum(
     complete = found.values.shape[0] == flat.size
     tolerance = center_tol * found.radius
     num_symmetry = None
-    if complete and symmetries is not None:
+    center = jnp.abs(found.values) <= tolerance
+    if symmetries is not None and complete:
         basis, _ = symmetry_basis(params, symmetries, symmetry_tol)
-        center = jnp.abs(found.values) <= tolerance
         num_symmetry = num_explained(found.vectors, center.astype(flat.dtype), basis)
+    elif symmetries is not None:
+        shares = explained_shares(params, symmetries, found.vectors)
+        num_symmetry = jnp.sum(center & (shares > 0.99**2), dtype=jnp.int32)
     return Spectrum(
         values=found.values,
         vectors=jax.vmap(unravel)(found.vectors),

@@ -25,6 +25,7 @@ objective, which its user may pass to `spectrum` as a function.
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -36,6 +37,7 @@ from .model import AttentionModel
 Symmetries = Callable[[Any], Params]
 
 
+@jax.jit
 def symmetry_directions(model: AttentionModel) -> AttentionModel:
     """Velocities of the GL(m), GL(k) and logit-shift invariances at `model`.
 
@@ -58,31 +60,42 @@ def symmetry_directions(model: AttentionModel) -> AttentionModel:
         )
     dtype = model.W0.dtype
     m, k = model.width, model.key_width
-
-    def embedding(B: Float[Array, "m m"]) -> AttentionModel:
-        return _like(model, model.W0 @ B, -B @ model.W1, -B @ model.WQ, -B @ model.WK)
-
-    def keys(C: Float[Array, "k k"]) -> AttentionModel:
-        still = jnp.zeros_like(model.W0), jnp.zeros_like(model.W1)
-        return _like(model, *still, model.WQ @ C, -model.WK @ C.T)
-
-    def shift(v: Float[Array, " m"]) -> AttentionModel:
-        moved = v[:, None] * jnp.ones_like(model.W1)
-        still = jnp.zeros_like(model.WQ), jnp.zeros_like(model.WK)
-        return _like(model, jnp.zeros_like(model.W0), moved, *still)
-
+    no_B, no_C, no_v = _still(model)
     families = (
-        jax.vmap(embedding)(jnp.eye(m * m, dtype=dtype).reshape(-1, m, m)),
-        jax.vmap(keys)(jnp.eye(k * k, dtype=dtype).reshape(-1, k, k)),
-        jax.vmap(shift)(jnp.eye(m, dtype=dtype)),
+        jax.vmap(lambda B: _velocity(model, B, no_C, no_v))(
+            jnp.eye(m * m, dtype=dtype).reshape(-1, m, m)
+        ),
+        jax.vmap(lambda C: _velocity(model, no_B, C, no_v))(
+            jnp.eye(k * k, dtype=dtype).reshape(-1, k, k)
+        ),
+        jax.vmap(lambda v: _velocity(model, no_B, no_C, v))(jnp.eye(m, dtype=dtype)),
     )
     return jax.tree_util.tree_map(lambda *leaves: jnp.concatenate(leaves), *families)
 
 
-def _like(model: AttentionModel, *leaves: Array) -> AttentionModel:
-    return AttentionModel(*leaves, scale_attention=model.scale_attention)
+def _velocity(
+    model: AttentionModel,
+    B: Float[Array, "m m"],
+    C: Float[Array, "k k"],
+    v: Float[Array, " m"],
+) -> AttentionModel:
+    """One direction, linear in B, C and v."""
+    return AttentionModel(
+        model.W0 @ B,
+        v[:, None] - B @ model.W1,
+        model.WQ @ C - B @ model.WQ,
+        -model.WK @ C.T - B @ model.WK,
+        scale_attention=model.scale_attention,
+    )
 
 
+def _still(model: AttentionModel) -> tuple[Array, Array, Array]:
+    """The B, C and v that move nothing."""
+    m, k, dtype = model.width, model.key_width, model.W0.dtype
+    return jnp.zeros((m, m), dtype), jnp.zeros((k, k), dtype), jnp.zeros((m,), dtype)
+
+
+@eqx.filter_jit
 def symmetry_basis(
     params: Params,
     symmetries: Symmetries = symmetry_directions,
@@ -142,3 +155,33 @@ def num_explained(
     cosines = selected[:, None] * (vectors @ basis.T)
     squares = jnp.linalg.eigvalsh(cosines.T @ cosines)
     return jnp.sum(squares > threshold**2, dtype=jnp.int32)
+
+
+@eqx.filter_jit
+def explained_shares(
+    params: Params, symmetries: Symmetries, vectors: Float[Array, "k n"]
+) -> Float[Array, " k"]:
+    """Share of each vector's squared norm that lies in the span of the symmetries.
+
+    The span is never formed: conjugate gradients on its normal equations, whose
+    iterates approach the share from below.
+    """
+    span, still = _span(params, symmetries)
+    transpose = jax.linear_transpose(span, still)
+
+    def share(vector: Float[Array, " n"]) -> Scalar:
+        (target,) = transpose(vector)
+        solution, _ = jax.scipy.sparse.linalg.cg(
+            lambda c: transpose(span(c))[0], target, tol=1e-6, maxiter=500
+        )
+        return _trees.inner(solution, target) / jnp.sum(vector**2)
+
+    return jax.lax.map(share, vectors)
+
+
+def _span(params: Params, symmetries: Symmetries) -> tuple[Callable[..., Array], Any]:
+    """The linear map from coefficients to flat directions, and zero coefficients."""
+    if symmetries is symmetry_directions:
+        return lambda c: _trees.ravel(_velocity(params, *c))[0], _still(params)
+    stack = jax.vmap(lambda direction: _trees.ravel(direction)[0])(symmetries(params))
+    return lambda c: c @ stack, jnp.zeros(stack.shape[0], stack.dtype)
