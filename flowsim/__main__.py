@@ -1,4 +1,4 @@
-"""The command line: `flowsim cycle`, `verify`, `counts` (also `python -m flowsim`).
+"""The command line: `flowsim cycle`, `verify`, `counts`, `train`.
 
 Arguments in, one table out, files in a run folder. Wrong input ends with one line on
 standard error and exit status 2; a run that did not end as asked, or a claim that
@@ -13,9 +13,12 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import tyro
+
+from .commands.reading import check_positive, reading_input, refuse
+from .commands.train import Train, run_train
 
 _SHIPPED_VOCAB = 64
 _MOST_SEARCHED = 2000  # Parameters up to which saddles are searched unasked.
@@ -119,7 +122,7 @@ def _parse(arguments: list[str]) -> Any:
     try:
         with contextlib.redirect_stderr(said):
             return tyro.extras.subcommand_cli_from_dict(
-                {"cycle": Cycle, "verify": Verify, "counts": Counts},
+                {"cycle": Cycle, "verify": Verify, "counts": Counts, "train": Train},
                 prog="flowsim",
                 description="Exact gradient flow from saddle to saddle.",
                 args=arguments,
@@ -128,28 +131,7 @@ def _parse(arguments: list[str]) -> Any:
         if end.code in (0, None):
             raise
         frame = re.sub(r"\x1b\[[0-9;]*m|[╭╮╰╯│─]", " ", said.getvalue())
-        _refuse(re.sub(r"^\s*\w+ (error|options)\s+", "", " ".join(frame.split())))
-
-
-@contextlib.contextmanager
-def _input():
-    """Around the reading of input alone: an error elsewhere is not the user's."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        _refuse(str(error))
-
-
-def _check_positive(**options: float) -> None:
-    for name, value in options.items():
-        if not 0 < value < float("inf"):
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} must be positive; got {value}.")
-
-
-def _refuse(message: str) -> NoReturn:
-    print(f"flowsim: error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
+        refuse(re.sub(r"^\s*\w+ (error|options)\s+", "", " ".join(frame.split())))
 
 
 def _cycle(options: Cycle) -> int:
@@ -161,10 +143,10 @@ def _cycle(options: Cycle) -> int:
     from .model import AttentionModel
     from .stages import find_stages
 
-    with _input():
+    with reading_input():
         chain = _chain(options)
-        _check_positive(scale=options.scale, t1=options.t1, rtol=options.rtol)
-        _check_positive(max_steps=options.max_steps)
+        check_positive(scale=options.scale, t1=options.t1, rtol=options.rtol)
+        check_positive(max_steps=options.max_steps)
         if options.rtol >= 1:
             raise ValueError(f"--rtol must be below 1; got {options.rtol}.")
         width = 16 if chain.num_states <= 16 else 32
@@ -208,8 +190,8 @@ def _verify(options: Verify) -> int:
     from . import records
     from .verification import verify
 
-    with _input():
-        _check_positive(width=options.width)
+    with reading_input():
+        check_positive(width=options.width)
         chain = _lazy(options) or _default_chain()
         records.check_folder(options.output, force=options.force)
     say = None if options.quiet else ft.partial(print, file=sys.stderr, flush=True)
@@ -274,7 +256,7 @@ def _readable(value: Any) -> Any:
 def _counts(options: Counts) -> int:
     from . import corpus
 
-    with _input():
+    with reading_input():
         if options.output.exists() and not options.force:
             raise ValueError(f"{options.output} exists; give --force to replace it.")
         table = corpus.count_bigrams(
@@ -289,7 +271,7 @@ def _counts(options: Counts) -> int:
     return 0
 
 
-_COMMANDS = {Cycle: _cycle, Verify: _verify, Counts: _counts}
+_COMMANDS = {Cycle: _cycle, Verify: _verify, Counts: _counts, Train: run_train}
 
 
 if __name__ == "__main__":

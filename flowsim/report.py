@@ -87,7 +87,7 @@ def write_cycle(
     plots.save(plots.cycle_figure(run, chain, stages), folder / "cycle.png")
     summary = {
         "command": command,
-        "chain": _describe_chain(chain),
+        "chain": describe_chain(chain),
         "outcome": records.outcome_name(run.outcome),
         "flow time reached": float(run.ts[-1]),
         "final loss (nats)": float(run.losses[-1]),
@@ -96,12 +96,13 @@ def write_cycle(
         "conserved drift": conserved_drift(seen.conserved),
         "stats": run.stats,
         "settings": run.settings,
-        "environment": _environment(),
+        "environment": environment(),
     }
     records.write_json(folder / "summary.json", summary)
 
 
-def _describe_chain(chain: MarkovChain) -> dict[str, Any]:
+def describe_chain(chain: MarkovChain) -> dict[str, Any]:
+    """A chain's names, law and entropies, for a summary."""
     return {
         "tokens": chain.tokens or list(range(chain.num_states)),
         "stationary law": np.asarray(chain.stationary),
@@ -110,7 +111,8 @@ def _describe_chain(chain: MarkovChain) -> dict[str, Any]:
     }
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Versions and device, for a summary."""
     return {
         "python": platform.python_version(),
         "jax": jax.__version__,

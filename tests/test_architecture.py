@@ -26,7 +26,7 @@ FLOORS = [
     ["stages", "training", "empirical"],
     ["verification", "sweep"],
     ["plots"],
-    ["report"],
+    ["report", "text_report", "commands"],
     ["__main__"],
 ]
 RANK = {name: place for place, name in enumerate(chain.from_iterable(FLOORS))}

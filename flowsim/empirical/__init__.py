@@ -15,14 +15,16 @@ Left out: drawing (`flowsim.plots`) and printing.
 ((256, 4), 'sampled from the chain')
 """
 
+from .controls import Control, controls
 from .events import Events, find_events
 from .learning import Band, attention_received, attraction, excess_by_band, excess_loss
 from .scaling import ScalingLaw, aligned_error, context_law, sample_law
 from .study import TextStudy, agreement, study_text
-from .texts import TextSetting, read_setting, sampled_setting, shuffled
+from .texts import TextSetting, find_text, read_setting, sampled_setting, shuffled
 
 __all__ = [
     "Band",
+    "Control",
     "Events",
     "ScalingLaw",
     "TextSetting",
@@ -32,9 +34,11 @@ __all__ = [
     "attention_received",
     "attraction",
     "context_law",
+    "controls",
     "excess_by_band",
     "excess_loss",
     "find_events",
+    "find_text",
     "read_setting",
     "sample_law",
     "sampled_setting",

@@ -145,7 +145,7 @@ def attraction(
         run: a run that keeps its models.
         chain: names the tokens.
         tokens: tokens to list in any case, where the chain knows them.
-        num_most: how many of the tokens with the largest factor to list.
+        num_most: how many of the tokens that gain or lose most attention to list.
 
     Returns:
         One row a token, by the time of its largest factor: attention received over pi
@@ -156,7 +156,8 @@ def attraction(
     ts = np.asarray(run.ts, float)
     names = chain.tokens or tuple(map(str, range(len(pi))))
     chosen = {names.index(name) for name in tokens if name in names}
-    chosen |= set(np.argsort(-factors.max(axis=0))[:num_most].tolist())
+    moved = (np.abs(factors - 1) * pi).max(axis=0)
+    chosen |= set(np.argsort(-moved)[:num_most].tolist())
     rows = []
     for token in chosen:
         path = factors[:, token]
