@@ -181,14 +181,14 @@ def test_a_rotation_that_comes_late_and_mixed_is_refused():
     assert 0.9 < solution.ts[-1] < 2.0
 
 
-@pytest.mark.parametrize("rtol", [1e-4, 1e-9])
-def test_a_symmetric_jacobian_is_not_mistaken(rtol):
+def test_a_symmetric_jacobian_is_not_mistaken():
     matrix = jax.random.normal(jax.random.key(1), (40, 40))
     matrix = -(matrix @ matrix.T) * jnp.geomspace(1e-3, 1e3, 40)[:, None] ** 0.5
     matrix = 0.5 * (matrix + matrix.T) - 500 * jnp.eye(40)
     term = diffrax.ODETerm(lambda t, y, args: matrix @ y + jnp.sin(t))
-    solution = solve(term, jnp.ones(40), 3.0, rtol, rtol, throw=False)
-    assert solution.result == RESULTS.successful
+    for rtol in (jnp.asarray(1e-4), jnp.asarray(1e-9)):
+        solution = solve(term, jnp.ones(40), 3.0, rtol, rtol, throw=False)
+        assert solution.result == RESULTS.successful
 
 
 def test_a_growing_mode_below_the_tolerance_shortens_the_step():
