@@ -11,7 +11,7 @@ import pytest
 
 import flowsim as fs
 from flowsim.stages import fit_escape
-from flowsim.visits import Ending
+from flowsim.visits import Ending, ending
 
 from .problems import default_cycle, two_mode_run, two_modes
 
@@ -91,6 +91,14 @@ def test_a_run_stopped_on_a_plateau_has_not_converged(toy):
     assert [visit.index for visit in stages.visited] == [2, 1]
 
 
+def test_a_run_stopped_on_its_way_to_a_minimum_has_not_converged(toy):
+    run = shortened(toy[0], 85.0)
+    visits = fs.find_saddles(run, two_modes)
+    assert visits[-1].index == 0 and visits[-1].relative_distance > 0.02
+    assert ending(run, visits) == Ending.elsewhere
+    assert ending(run, visits, arrived=0.15) == Ending.minimum
+
+
 def test_growth_far_from_the_saddle_is_unresolved(toy):
     run, stages = toy
     saddle = stages.visited[0]
@@ -113,8 +121,9 @@ def test_growth_far_from_the_saddle_is_unresolved(toy):
 def test_a_run_without_models_is_refused_in_one_line():
     run = shortened(two_mode_run(1e-4), 1.0)
     bare = dataclasses.replace(run, models=jax.tree.map(lambda x: x[:2], run.models))
-    with pytest.raises(ValueError, match="models"):
-        fs.find_stages(bare, two_modes)
+    for visited in (None, ()):
+        with pytest.raises(ValueError, match="models"):
+            fs.find_stages(bare, two_modes, visited=visited)
 
 
 @pytest.mark.slow
