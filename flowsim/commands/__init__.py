@@ -1,1 +1,19 @@
-"""Commands of the command line that outgrew `flowsim.__main__`: options and run."""
+"""The commands of the command line: the options of each, and what it runs.
+
+Options are dataclasses whose fields carry their help. What a command computes lives
+below; here it is read, called, printed and handed to `flowsim.records`.
+"""
+
+from .counts import Counts, run_counts
+from .cycle import Cycle, run_cycle
+from .train import Train, run_train
+from .verify import Verify, run_verify
+
+COMMANDS = {
+    "cycle": (Cycle, run_cycle),
+    "verify": (Verify, run_verify),
+    "train": (Train, run_train),
+    "counts": (Counts, run_counts),
+}
+
+__all__ = ["COMMANDS"]

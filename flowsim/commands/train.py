@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from .reading import check_positive, reading_input
+from .reading import check_positive, given, reading_input
 
 _STEPS = {"wikitext2": 2250, "tinystories": 4500}
 _RATES = {"sgd": 0.2, "adam": 1e-3}
@@ -114,13 +114,9 @@ def run_train(options: Train) -> int:
         )
     seconds = time.perf_counter() - began
     folder = records.prepare_folder(options.output, force=options.force)
-    given = {
-        key: str(value) if isinstance(value, Path) else value
-        for key, value in vars(options).items()
-    }
     text = text_report.train_text(study, controls, _FOLLOWED + options.tokens)
     text_report.write_train(
-        folder, study, controls, given | {"seconds": seconds}, text, tokens
+        folder, study, controls, given(options) | {"seconds": seconds}, text, tokens
     )
     print(text)
     print(

@@ -1,0 +1,54 @@
+"""`flowsim verify`: every claim of the theory against measurement."""
+
+import dataclasses
+import functools as ft
+import sys
+from pathlib import Path
+
+from .reading import check_positive, default_chain, lazy_chain_of, reading_input
+
+
+@dataclasses.dataclass(frozen=True)
+class Verify:
+    """Hold every claim of the theory against measurement: one table, a row per claim.
+
+    By default on the chain of four tokens with pi = (.75, .19, .05, .01) and lam = .5.
+    """
+
+    pi: tuple[float, ...] | None = None
+    """Stationary law of another lazy chain (probabilities)."""
+    lam: float | None = None
+    """Laziness of another lazy chain (dimensionless)."""
+    width: int = 16
+    """Embedding and key width."""
+    seed: int = 0
+    """Random seed of all directions."""
+    output: Path = Path("runs/verify")
+    """Folder for the table as JSON and Markdown."""
+    force: bool = False
+    """Replace an existing folder."""
+    quiet: bool = False
+    """Do not say what is being measured."""
+
+
+def run_verify(options: Verify) -> int:
+    """Measure, print the table, write it."""
+    import jax
+
+    from .. import records
+    from ..verification import verify
+
+    with reading_input():
+        check_positive(width=options.width)
+        chain = lazy_chain_of(options) or default_chain()
+        records.check_folder(options.output, force=options.force)
+    say = None if options.quiet else ft.partial(print, file=sys.stderr, flush=True)
+    table = verify(
+        chain, width=options.width, key=jax.random.key(options.seed), announce=say
+    )
+    folder = records.prepare_folder(options.output, force=options.force)
+    records.write_json(folder / "summary.json", {"claims": table.rows()})
+    records.write_text(folder / "claims.md", records.markdown_table(table.rows()))
+    print(table)
+    print(f"written: {folder}/summary.json, claims.md")
+    return 0 if table.succeeded else 1
