@@ -137,6 +137,18 @@ def test_a_bound_on_the_stages_is_kept_and_shortens_the_steps():
     np.testing.assert_allclose(bound.ys[-1], exact, atol=1e-2)
 
 
+def test_a_step_of_too_many_stages_is_never_accepted():
+    """Not even where the stiff part of the state is too small to be seen."""
+    solver, end = RungeKuttaChebyshev(max_stages=10), jnp.asarray(1.0)
+    start, zero = jnp.zeros(12).at[0].set(1.0), jnp.zeros(())
+    state = solver.init(VALLEY, zero, end, start, None)
+    _, error, _, _, _ = solver.step(VALLEY, zero, end, start, None, state, False)
+    assert not jnp.any(jnp.isfinite(jnp.asarray(error)))
+    short = jnp.asarray(1e-3)  # h |J| = 10: five stages.
+    _, error, _, state, _ = solver.step(VALLEY, zero, short, start, None, state, False)
+    assert jnp.all(jnp.isfinite(jnp.asarray(error))) and int(state.num_stages) == 5
+
+
 def test_the_spectral_radius_is_found_and_followed():
     @jax.jit
     def radius_of(matrix, direction):
@@ -147,9 +159,9 @@ def test_the_spectral_radius_is_found_and_followed():
     radius, direction, _ = radius_of(matrix, jnp.ones(30))
     exact = float(jnp.linalg.norm(matrix, 2))
     assert exact / 1.2 < float(radius) <= exact * (1 + 1e-12)
-    # Another direction becomes dominant, orthogonal to the one that was.
-    turned = matrix - 50 * exact * jnp.eye(30)[:, :1] * jnp.eye(30)[:1]
-    num = 0
+    # Another direction becomes dominant, exactly orthogonal to the one that was.
+    turned = -jnp.diag(jnp.array([50.0, 1.0] + [0.1] * 28))
+    num, direction = 0, jnp.eye(30)[1]
     for _ in range(3):
         radius, direction, num = radius_of(turned, direction)
     assert float(radius) > float(jnp.linalg.norm(turned, 2)) / 1.2

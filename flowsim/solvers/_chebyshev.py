@@ -45,9 +45,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, Int
 
 DAMPING = 2 / 13  # w0 = 1 + DAMPING / s^2; |R| stays below 1 - DAMPING / 3 inside.
-_INTERVAL = (
-    0.653  # The damped method of s stages is stable to 0.653 (s^2 - 1) at least.
-)
+_INTERVAL = 0.653  # The damped method is stable to 0.653 (s^2 - 1) at least.
 _SAFETY = 1.2  # Power iteration approaches the radius from below.
 _POWER_TOLERANCE = 0.02
 _POWER_ITERATIONS = 50
