@@ -5,21 +5,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flowsim import _trees
 from flowsim.critical import find_critical_point
 from flowsim.derivatives import hessian
 from flowsim.invariant import RankOneFrame, RankOneModel, Reduced
 from flowsim.loss import PopulationLoss
 from flowsim.lyapunov_schmidt import (
+    Stability,
     TwoLevelFamily,
+    branches,
     depart,
     first_order,
-    reduced_field,
+    reduced_unfolding,
+    solve_range,
     split,
+    study_unfolding,
+    transverse_directions,
     unfold,
 )
 from flowsim.markov import lazy_chain, two_level_law
-from flowsim.model import AttentionModel
+from flowsim.plots.unfolding import branches_figure, unfolding_figure
 from flowsim.trajectory import Outcome
 
 TOP, LAM, PATTERN = 0.7, 0.5, [1.0, 0.0, -1.0]
@@ -138,29 +142,50 @@ def test_half_of_the_unstable_direction_is_embedding(unfolded):
 
 
 @pytest.mark.slow
-def test_the_reduced_bifurcation_function_has_the_same_slope(
-    family, frame, point, unfolded
+def test_the_reduced_bifurcation_function_is_a_pitchfork_with_the_same_slope(
+    family, frame, point
 ):
-    normal = jnp.linalg.svd(frame.alpha[None])[2][-1]
-    predicted = first_order(family, frame, point)
-    still = jnp.zeros((3, 3))
-
-    def direction(sign):
-        x, y = predicted.embedding, -predicted.readout
-        shift = AttentionModel(
-            jnp.outer(x, normal), sign * jnp.outer(normal, y), still, still
-        )
-        return _trees.ravel(shift)[0] / jnp.sqrt(2.0)
-
-    kernel = jnp.stack([direction(1.0), direction(-1.0)])
-    splitting = split(family, frame.lift(point), kernel=kernel)
+    first = first_order(family, frame, point)
+    splitting = split(
+        family, frame.lift(point), kernel=transverse_directions(frame, first)[:1]
+    )
     assert splitting.nullity == 36 and splitting.symmetry.shape[0] == 13
-    field = reduced_field(family, splitting, order=2)
-    slopes = [field.coefficient(0, (1, 0, 1)), field.coefficient(1, (0, 1, 1))]
-    slope = float(predicted.slopes[0])
-    np.testing.assert_allclose(slopes, [slope, -slope], rtol=1e-8)
-    for powers in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)):
-        assert field.coefficient(0, powers) == pytest.approx(0.0, abs=1e-10)
+    field = reduced_unfolding(family, frame, point, first)
+    slope, cubic = field.coefficient(0, (1, 1)), field.coefficient(0, (3, 0))
+    assert slope == pytest.approx(float(first.slopes[0]), rel=1e-8)
+    assert cubic < 0
+    for powers in ((1, 0), (2, 0), (0, 1), (0, 2), (2, 1)):
+        assert field.coefficient(0, powers) == pytest.approx(0.0, abs=1e-9)
+    before, after = branches(field, [-1e-4, 1e-4], radius=0.5)
+    assert (len(before), len(after)) == (1, 3)
+    assert after.count(Stability.stable) == 2 and before.count(Stability.stable) == 1
+    # On the new branch the exact reduced field vanishes to the next order.
+    u = float(np.sqrt(slope * 1e-4 / -cubic))
+    np.testing.assert_allclose(np.abs(after.points[1:]), u, rtol=1e-3)
+    solved = solve_range(family, splitting, jnp.array([u]), 1e-4)
+    assert bool(solved.succeeded)
+    assert abs(float(solved.field[0])) < 0.02 * slope * 1e-4 * u
+
+
+@pytest.mark.slow
+def test_the_study_continues_in_lam_and_top_through_its_centre():
+    study = study_unfolding(
+        deltas=(1e-4, 1e-3), lams=(0.45, 0.5, 0.55), tops=(0.7, 0.72)
+    )
+    middle = float(study.along_lam.rates[1])
+    assert middle == pytest.approx(float(study.along_delta.rates[1]), rel=1e-6)
+    assert middle == pytest.approx(float(study.along_top.rates[0]), rel=1e-6)
+    for found in (study.along_delta, study.along_lam, study.along_top):
+        assert bool(jnp.all(found.converged))
+        assert np.all(np.diff(np.asarray(found.deltas)) > 0)
+        np.testing.assert_allclose(found.rates, found.singular_values[:, 0], rtol=1e-9)
+    assert [len(each) for each in study.branches] == [1, 1, 1, 3, 3, 3]
+    axes = [unfolding_figure(study.along_delta, first=study.first)]
+    axes.append(unfolding_figure(study.along_lam, parameter="lam"))
+    axes.append(branches_figure(study.branches))
+    for ax in axes:
+        assert ax.get_xlabel() and ax.get_ylabel() and ax.lines
+    assert "u^3" in str(study)
 
 
 @pytest.mark.slow

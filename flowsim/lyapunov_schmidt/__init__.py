@@ -28,6 +28,12 @@ References:
 from .equilibria import Equilibria, Stability, branches, equilibria
 from .reduction import RangeSolution, reduced_field, solve_range
 from .splitting import At, Splitting, split
+from .study import (
+    UnfoldingStudy,
+    reduced_unfolding,
+    study_unfolding,
+    transverse_directions,
+)
 from .taylor import Polynomial, TaylorField
 from .unfolding import (
     Departure,
@@ -51,12 +57,16 @@ __all__ = [
     "TaylorField",
     "TwoLevelFamily",
     "Unfolding",
+    "UnfoldingStudy",
     "branches",
     "depart",
     "equilibria",
     "first_order",
     "reduced_field",
+    "reduced_unfolding",
     "solve_range",
     "split",
+    "study_unfolding",
+    "transverse_directions",
     "unfold",
 ]
