@@ -348,7 +348,7 @@ def _classify(
         parts = components(models, visit.model, found.unstable)
         kind, part = VisitKind.saddle, float(np.min(np.linalg.norm(parts, axis=1)))
         size = float(_trees.norm(run.model_at(rows.start)))
-        on_manifold = part <= _ROUND_OFF * size
+        on_manifold = bool(part <= _ROUND_OFF * size)
     return dataclasses.replace(
         visit,
         kind=kind,

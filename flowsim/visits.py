@@ -137,19 +137,21 @@ def ending(
         visits: the result of `find_saddles` for this run.
         arrived: the run has converged if at its end the distance from the point is at
             most this fraction of the run's largest. At a saddle it must also be the
-            least distance so far, to a tenth: a run that is leaving has not converged.
+            least distance so far, to a tenth, or below a millionth of the largest: a
+            run that is leaving has not converged.
     """
     critical = [visit for visit in visits if visit.critical]
     if not critical:
         return Ending.elsewhere
     last = critical[-1]
     distances = distances_from(run.models, last.model)
-    if distances[-1] > arrived * np.max(distances):
+    extent = np.max(distances)
+    if distances[-1] > arrived * extent:
         return Ending.elsewhere
     if bool(last.kind == VisitKind.minimum):
         return Ending.minimum
-    closest = np.min(distances)
-    return Ending.saddle if distances[-1] <= 1.1 * closest else Ending.elsewhere
+    leaving = distances[-1] > max(1.1 * np.min(distances), 1e-6 * extent)
+    return Ending.elsewhere if leaving else Ending.saddle
 
 
 def distances_from(models: Params, point: Params) -> np.ndarray:

@@ -79,7 +79,8 @@ def test_two_modes_visit_two_saddles_then_the_minimum():
 
 
 def test_a_run_on_the_stable_manifold_ends_at_a_saddle():
-    run = gradient_flow(SADDLE, jnp.array([1.0, -1.0]), t1=20.0)
+    start = jnp.array([1.0, -1.0])
+    run = gradient_flow(SADDLE, start, t1=20.0)
     (visit,) = find_saddles(run, SADDLE)
     assert bool(visit.kind == VisitKind.saddle) and visit.index == 1
     np.testing.assert_allclose(visit.model, [0.0, 0.0], atol=1e-14)
@@ -87,6 +88,11 @@ def test_a_run_on_the_stable_manifold_ends_at_a_saddle():
     assert visit.distance == pytest.approx(np.linalg.norm(run.final))
     assert visit.on_stable_manifold and visit.unstable_distance == 0.0
     assert Ending[ending(run, [visit])] == "converged to a saddle"
+    # Round-off keeps u = -v here, so that a longer run does not leave either.
+    longer = gradient_flow(SADDLE, start, t1=400.0)
+    visits = find_saddles(longer, SADDLE)
+    assert [visit.index for visit in visits] == [1]
+    assert ending(longer, visits) == Ending.saddle
 
 
 def test_a_run_that_leaves_the_stable_manifold_by_round_off_says_so():
