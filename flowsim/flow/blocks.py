@@ -33,7 +33,7 @@ from .problem import (
 )
 
 _BLOCK_STEPS = 512  # Solver steps between two looks from outside.
-_WATCHED_STEPS = 128  # The same where the solver may have to be changed.
+_WATCHED_STEPS = 256  # The same where the solver may have to be changed.
 _BLOCK_NUMBERS = 2**24  # Numbers in one block of rows: bounds memory for large models.
 
 

@@ -24,7 +24,9 @@ from .blocks import Blocks, finish, solve_in_blocks
 from .problem import Path, Problem, allowed_rise, measure_rows, restore
 from .times import solve_at_times
 
-_BUFFER_NUMBERS = 2**26  # Numbers of the default record, 0.5 GB in double precision.
+# Numbers of the record, 64 MB in double precision. It is copied once for every block of
+# steps: at n = 6,144 a larger one took longer than the steps.
+_BUFFER_NUMBERS = 2**23
 
 
 class Save(eqx.Module):
@@ -110,8 +112,8 @@ def gradient_flow(
     Raises:
         ValueError: for arguments that cannot be right whatever the numbers are.
 
-    Memory: the saved rows (at most 2,000 times n numbers by default, less beyond 0.5
-    GB), twice while a block is merged, and one block of at most 512 rows.
+    Memory: the saved rows (at most 2,000 times n numbers by default, fewer rows beyond
+    64 MB), twice while a block is merged, and one block of at most 512 rows.
 
     Differentiation: with `save` given as times, reverse mode works for explicit
     solvers; otherwise use forward mode.
