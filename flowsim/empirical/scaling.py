@@ -1,9 +1,11 @@
 """How fast finite contexts and finite samples approach the population limit."""
 
+from collections.abc import Sequence
+
 import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import Float, PRNGKeyArray
+from jaxtyping import Float, Int, PRNGKeyArray
 
 from .. import _summary, _trees
 from .._types import Objective, Params
@@ -46,25 +48,28 @@ def context_law(
     *,
     t1: float,
     lengths: tuple[int, ...] = (16, 32, 64, 128, 256, 512),
-    num_windows: int = 2**14,
+    num_windows: int = 2**13,
     key: PRNGKeyArray,
 ) -> ScalingLaw:
-    """Errors of the flow on N windows of length s at time t1; 1/s when N is large.
+    """Errors at time t1 of the flow on windows of length s, which fall like 1/s.
 
-    The windows of all lengths are the last parts of the same sequences, so that the
-    error of a finite N is shared.
+    The reference is the flow on the same N last tokens and targets with contexts of
+    infinite length, whose token frequencies are the stationary law: a finite N moves
+    both alike, by an amount that would hide the 1/s (see `sample_law`). The windows of
+    all lengths are the last parts of the same sequences.
     """
     sequences = sampled_text(
-        chain,
-        key,
-        num_windows * (max(lengths) + 1),
-        num_streams=num_windows,
+        chain, key, num_windows * (max(lengths) + 1), num_streams=num_windows
     )
-    losses = [
-        SampleLoss(sequences[:, -length - 1 : -1], sequences[:, -1])
-        for length in lengths
-    ]
-    return _law(chain, model, losses, lengths, t1)
+    losses = [windows_loss(sequences[:, -n - 1 :], chain.num_states) for n in lengths]
+    # Only ratios of counts matter, so large multiples of pi are infinite contexts.
+    frequencies = np.round(np.asarray(chain.stationary, float) * 2**30)
+    endless = SampleLoss(
+        sequences[:, -2:-1],
+        sequences[:, -1],
+        counts=np.tile(frequencies.astype(np.int32), (num_windows, 1)),
+    )
+    return _law(model, losses, lengths, t1, endless)
 
 
 def sample_law(
@@ -80,21 +85,29 @@ def sample_law(
     keys = jax.random.split(key, len(nums))
     losses = []
     for subkey, num in zip(keys, nums, strict=True):
-        sequences = chain.sample(subkey, num, length + 1)
-        losses.append(SampleLoss(sequences[:, :-1], sequences[:, -1]))
-    return _law(chain, model, losses, nums, t1)
+        sequences = np.asarray(chain.sample(subkey, num, length + 1))
+        losses.append(windows_loss(sequences, chain.num_states))
+    return _law(model, losses, nums, t1, PopulationLoss(chain))
+
+
+def windows_loss(sequences: Int[np.ndarray, "N length"], vocab: int) -> SampleLoss:
+    """The loss of N windows of s tokens and their targets, counted once for all."""
+    windows, num = sequences[:, :-1], len(sequences)
+    places = np.arange(num)[:, None] * vocab + windows
+    counts = np.bincount(places.ravel(), minlength=num * vocab).reshape(num, vocab)
+    return SampleLoss(windows[:, -1:], sequences[:, -1], counts=counts.astype(np.int32))
 
 
 def _law(
-    chain: MarkovChain,
     model: Params,
-    losses: list[SampleLoss],
+    losses: Sequence[SampleLoss],
     sizes: tuple[int, ...],
     t1: float,
+    reference: Objective,
 ) -> ScalingLaw:
-    exact = _end(PopulationLoss(chain), model, t1)
+    limit = _end(reference, model, t1)
     errors = np.array(
-        [relative_distance(_end(loss, model, t1), exact) for loss in losses]
+        [relative_distance(_end(loss, model, t1), limit) for loss in losses]
     )
     exponent = np.polyfit(np.log(sizes), np.log(errors), 1)[0]
     return ScalingLaw(sizes=sizes, errors=errors, exponent=float(exponent))

@@ -6,6 +6,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -21,7 +22,7 @@ _PAGE: dict[Any, Any] = {
     "xtick.major.width": 0.7,
     "ytick.major.width": 0.7,
 }
-_FLOW: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 1.1, "zorder": 2.5}
+_FLOW: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 1.2, "zorder": 4}
 _NUM_SHOWN = 4
 
 
@@ -75,7 +76,7 @@ def comparison_figure(
         if len(runs) > 1:
             handles += [
                 Line2D([], [], color=_style.GREY, label="training on text"),
-                Line2D([], [], color=_style.GREY, label="population flow", **_FLOW),
+                Line2D([], [], color="black", label="population flow", **_FLOW),
             ]
         figure.legend(
             handles=handles, loc="outside lower center", ncols=4, frameon=False
@@ -104,13 +105,18 @@ def _pair(
     training, *flows = runs
     ts = _style.times(training)
     if "marker" in look:
-        _style.draw_line(ax, ts, values(training), number, **look)
+        thin = look | {"linewidth": 1.0}
+        _style.draw_line(ax, ts, values(training), number, **thin)
     else:
         ax.plot(ts, np.asarray(values(training)), **look)
     for flow in flows:
-        ax.plot(
-            _style.times(flow), np.asarray(values(flow)), color=look["color"], **_FLOW
-        )
+        style = _FLOW | {"color": _darker(look["color"])}
+        ax.plot(_style.times(flow), np.asarray(values(flow)), **style)
+
+
+def _darker(color: str) -> tuple[float, ...]:
+    """A shade of the colour that stands out on it, noisy as the training may be."""
+    return tuple(0.5 * part for part in to_rgb(color))
 
 
 def _loss(ax: Axes, runs: Sequence[Trajectory], chain: MarkovChain) -> None:
@@ -118,7 +124,7 @@ def _loss(ax: Axes, runs: Sequence[Trajectory], chain: MarkovChain) -> None:
     _pair(ax, runs[:1], lambda run: run.losses, 0, look)
     for flow in runs[1:]:
         # Grey would vanish on black: the flow is lighter and on top.
-        style = _FLOW | {"color": _style.PALETTE[4], "zorder": 4}
+        style = _FLOW | {"color": _style.PALETTE[4]}
         ax.plot(_style.times(flow), np.asarray(flow.losses), **style)
     ax.margins(y=0.08)
     _style.draw_levels(
@@ -169,7 +175,7 @@ def _tokens(
     if mean is not None:
         _pair(ax, runs[:1], lambda run: mean(run.observables), 0, _style.MEAN)
         for flow in runs[1:]:
-            style = _FLOW | {"color": "white", "zorder": 4}
+            style = _FLOW | {"color": "white"}
             ax.plot(_style.times(flow), np.asarray(mean(flow.observables)), **style)
 
 
@@ -214,7 +220,7 @@ def _path(ax: Axes, runs: Sequence[Trajectory], shown: Sequence[Token]) -> None:
         ax.plot(*coordinates[:, token.number].T, **style)
         for flow in runs[1:]:
             other = _in_basis(path, flow)[:, token.number]
-            ax.plot(*other.T, color=token.look["color"], **_FLOW)
+            ax.plot(*other.T, color=_darker(token.look["color"]), **_FLOW)
     starts = coordinates[0, [token.number for token in shown]]
     ax.plot(*starts.T, **_style.START)
     percent = 100 * np.asarray(path.explained)
