@@ -26,6 +26,7 @@ from .saddles import find_saddles
 from .spectrum import Spectrum, block_weights, spectrum
 from .stages import Stages, find_stages
 from .training import train
+from .sweep import sweep
 from .trajectory import Outcome, Trajectory
 from .verification import Verdict, Verification, verify
 from .visits import VisitedPoint, VisitKind
@@ -68,6 +69,7 @@ __all__ = [
     "metropolis_chain",
     "save_trajectory",
     "spectrum",
+    "sweep",
     "theory",
     "train",
     "two_level_law",
