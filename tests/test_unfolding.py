@@ -141,6 +141,21 @@ def test_half_of_the_unstable_direction_is_embedding(unfolded):
     np.testing.assert_allclose(unfolded.embedding_weight, 0.5, atol=1e-9)
 
 
+def test_beyond_a_larger_lam_the_point_is_unstable_within_the_manifold(
+    frame, point, unfolded
+):
+    lams = np.linspace(0.5, 0.7, 11)[1:]
+    found = unfold(
+        lambda lam: TwoLevelFamily(TOP, lam, PATTERN).chain(0.0), frame, point, lams
+    )
+    assert bool(jnp.all(found.converged))
+    below, beyond = found.tangential[lams < 0.665], found.tangential[lams > 0.675]
+    assert float(jnp.max(below)) < 1e-12
+    # Two-fold: the ways to set three alike tokens apart.
+    assert float(jnp.min(beyond[:, -2:])) > 1e-3
+    np.testing.assert_allclose(beyond[:, -1], beyond[:, -2], rtol=1e-9)
+
+
 @pytest.mark.slow
 def test_the_reduced_bifurcation_function_is_a_pitchfork_with_the_same_slope(
     family, frame, point

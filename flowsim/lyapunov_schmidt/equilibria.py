@@ -130,7 +130,7 @@ def equilibria(
     roots = roots[np.linalg.norm(roots, axis=1) <= radius]
     roots = roots[np.argsort(np.linalg.norm(roots, axis=1))]
     values = np.linalg.eigvals(field.shifted(roots)[1]).astype(complex)
-    values = np.take_along_axis(values, np.argsort(values.real, axis=1), axis=1)
+    values = np.take_along_axis(values, np.argsort(np.real(values), axis=1), axis=1)
     return Equilibria(
         points=roots,
         eigenvalues=values,

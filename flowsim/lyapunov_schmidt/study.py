@@ -1,5 +1,6 @@
 """The unfolding as a study: along delta, lam and the top mass, with its branches."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -189,10 +190,23 @@ def _points(found: Unfolding) -> list[Params]:
 
 
 def _both_ways(chain_at, frame, base, values, centre: float) -> Unfolding:
-    """Continuation from the centre upwards and downwards, in rising order."""
+    """Continuation from the centre upwards and downwards, in rising order.
+
+    By steps of at most a hundredth: the critical points form curves, and long Newton
+    steps change from one to another.
+    """
     values = np.sort(np.asarray(values, float))
-    parts = [values[values < centre][::-1], values[values >= centre]]
-    found = [unfold(chain_at, frame, base, part) for part in parts if part.size]
-    joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *found)
+    parts = []
+    for side in (values[values < centre][::-1], values[values >= centre]):
+        last, kept, path = centre, [], []
+        for value in side:
+            num = max(1, math.ceil(abs(value - last) / 0.01))
+            path += np.linspace(last, value, num + 1)[1:].tolist()
+            kept.append(len(path) - 1)
+            last = value
+        if path:
+            found, rows = unfold(chain_at, frame, base, path), np.asarray(kept)
+            parts.append(jax.tree.map(lambda leaf, rows=rows: leaf[rows], found))
+    joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
     order = jnp.argsort(joined.deltas)
     return jax.tree.map(lambda leaf: leaf[order], joined)

@@ -15,6 +15,11 @@ The paper keeps the first block. `unfold` measures all of this along a list of d
 `first_order` predicts the slope in delta by differentiating the continuation, and
 `depart` watches the flow leave, or stay.
 
+The paper's picture needs the point to be stable within the manifold. That is so for the
+paper's chain (top mass .7, lam = .5), but a pair of tangential eigenvalues, which sets
+the low tokens apart, passes zero near lam = .67: beyond, the point at delta = 0 is
+unstable on the manifold already, and towards it the slope in delta diverges.
+
 References:
     Chen, Lin, Xu and Luo (2026), arXiv:2605.01199, stage IV.
 """
@@ -187,7 +192,7 @@ def unfold(
     chain_at: Callable[[float], MarkovChain],
     frame: RankOneFrame,
     start: RankOneModel,
-    deltas: Sequence[float],
+    deltas: Sequence[float] | Float[np.ndarray, " q"],
     *,
     tol: float = 1e-12,
     polish: float = 1e-15,

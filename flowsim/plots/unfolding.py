@@ -80,6 +80,7 @@ def branches_figure(
             markerfacecolor=color if wanted else "none",
         )
     ax.axvline(0, color=_style.GREY, linewidth=0.8, zorder=1)
+    ax.ticklabel_format(axis="x", style="sci", scilimits=(-2, 3))
     ax.set_xlabel(_LABELS["delta"])
     ax.set_ylabel("kernel coordinate $u$")
     _style.legend(ax, given)
