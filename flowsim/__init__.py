@@ -25,8 +25,8 @@ from .records import load_trajectory, save_trajectory
 from .saddles import find_saddles
 from .spectrum import Spectrum, block_weights, spectrum
 from .stages import Stages, find_stages
-from .training import train
 from .sweep import sweep
+from .training import train
 from .trajectory import Outcome, Trajectory
 from .verification import Verdict, Verification, verify
 from .visits import VisitedPoint, VisitKind
