@@ -11,7 +11,7 @@ import tyro
 from .reading import check_positive, default_chain, given, lazy_chain_of, reading_input
 
 _SHIPPED_VOCAB = 64
-_MOST_SEARCHED = 2000  # Parameters up to which saddles are searched unasked.
+_MOST_SEARCHED = 10_000  # Parameters up to which saddles are searched unasked.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Cycle:
     max_steps: int = 2**20
     """Bound on solver steps."""
     saddles: Literal["auto", "yes", "no"] = "auto"
-    """Search the saddles visited; auto: up to 2,000 parameters, beyond which it can
-    take many minutes. Without them stages are cut by attention and rank alone."""
+    """Search the saddles visited; auto: up to 10,000 parameters, beyond which it can
+    take minutes. Without them stages are cut by attention and rank alone."""
     output: Path = Path("runs/cycle")
     """Run folder to write."""
     force: bool = False
