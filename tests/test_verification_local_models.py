@@ -7,13 +7,16 @@ import jax.numpy as jnp
 import pytest
 
 from flowsim import theory
+from flowsim.flow import gradient_flow
 from flowsim.loss import PopulationLoss
+from flowsim.model import AttentionModel
 from flowsim.verification import Verdict, Verification
 from flowsim.verification.flows import dense
 from flowsim.verification.local_models import (
     family_claims,
     lemma_claims,
     manifold_claims,
+    picture_claims,
 )
 from flowsim.verification.unfolding import FAMILIES
 
@@ -46,6 +49,20 @@ def test_the_manifold_claims_agree_and_fail_with_a_wrong_rate(name, monkeypatch)
     right = theory.focus_rate
     monkeypatch.setattr(theory, "focus_rate", lambda chain: 1.05 * right(chain))
     assert any("q kk grows" in text for text in bad(manifold_claims(loss)))
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_embeddings_contracts_and_expands(default):
+    start = AttentionModel.init(jax.random.key(0), vocab=4, width=4, scale=1e-3)
+    run = gradient_flow(default, start, t1=2e3, rtol=1e-7)
+    assert not bad(picture_claims(default, run))
+    # Cut off before dilution nothing has contracted yet.
+    row = run.nearest(45.0)
+    early = jax.tree.map(lambda leaf: leaf[:row] if leaf.ndim else leaf, run)
+    assert [text.split()[3] for text in bad(picture_claims(default, early))] == [
+        "contract",
+        "spread",
+    ]
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ from ..linearised import (
 from ..loss import PopulationLoss
 from ..lyapunov_schmidt import unfold
 from ..model import AttentionModel
-from ..trajectory import Outcome
+from ..trajectory import Outcome, Trajectory
 from .claims import Claim, compare
 from .flows import dense
 from .unfolding import (
@@ -58,15 +58,20 @@ _ATTENTION = 1e-4
 
 
 def local_model_claims(
-    loss: PopulationLoss, families: Mapping[str, Callable[[], Family]] = FAMILIES
+    loss: PopulationLoss,
+    run: Trajectory | None = None,
+    families: Mapping[str, Callable[[], Family]] = FAMILIES,
 ) -> list[Claim]:
     """The lemma and the manifold on one chain; stages III and IV on the families.
 
     Args:
         loss: population loss of the chain (in dense form, to share compiled code).
+        run: a whole cycle of that chain, for the picture of the embeddings.
         families: by name.
     """
     claims = lemma_claims(loss) + manifold_claims(loss)
+    if run is not None:
+        claims += picture_claims(loss, run)
     for name, make in families.items():
         claims += family_claims(name, make(), flow=make is FAMILIES["lazy, d = 4"])
     return claims
@@ -198,6 +203,54 @@ def _spread_claims(name: str, seen: Dilution, succeeded: bool) -> list[Claim]:
             0.0,
             "sign of the change of its distance from their mean; spread of the low "
             f"tokens and distance at the first, middle and last point: {listed}",
+        ),
+    ]
+
+
+def picture_claims(loss: PopulationLoss, run: Trajectory) -> list[Claim]:
+    """The embeddings of a whole cycle as numbers: contraction, then expansion.
+
+    The spread of the low-frequency tokens' embeddings about their mean, over the
+    distance of the top token's from it, whatever directions they lie in.
+    """
+    seen = watch_dilution(loss, RankOneFrame.nearest(run.model_at(0)), run.models)
+    ratio = np.asarray(seen.spread) / np.asarray(seen.separation)
+    pi, ts = np.asarray(loss.chain.stationary), np.asarray(run.ts)
+    low = pi[1:]
+    level = float(loss.chain.unigram_entropy)
+    focus = int(np.argmin(np.abs(np.asarray(run.losses) - level)))
+    least = focus + int(np.argmin(ratio[focus:]))
+    start, smallest, end = (float(ratio[row]) for row in (focus, least, -1))
+    good = bool(run.succeeded)
+    when = f"{ts[focus]:.4g}, {ts[least]:.4g} and {ts[-1]:.4g}"
+    note = (
+        "spread of the low tokens' embeddings over their distance from the top one at "
+        f"t = {when}: {start:.4f}, {smallest:.4f}, {end:.4f}"
+    )
+    return [
+        compare(
+            "embeddings: at theta_c^1 spread over distance is that of pi",
+            _STAGE_III,
+            np.std(low) / (pi[0] - np.mean(low)),
+            start if good else math.nan,
+            0.02,
+            f"where the loss is H(pi), t = {ts[focus]:.4g}",
+        ),
+        compare(
+            "embeddings: low tokens contract in dilution",
+            _STAGE_III,
+            -1.0,
+            np.sign(smallest - 0.5 * start) if good else math.nan,
+            0.0,
+            f"sign, against half of the value at theta_c^1; {note}",
+        ),
+        compare(
+            "embeddings: low tokens spread as new directions open",
+            "stage IV",
+            1.0,
+            np.sign(end - 2.0 * smallest) if good else math.nan,
+            0.0,
+            f"sign, against twice the smallest; {note}",
         ),
     ]
 
