@@ -1,5 +1,6 @@
 """Training on text against the population flow: events, learning, laws, command."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -54,8 +55,6 @@ def drawn_run(ts, ratios, attention, entropy):
         "mean_top_attention": jnp.asarray(attention),
         "mean_attention_entropy": jnp.asarray(entropy),
     }
-    import dataclasses
-
     singular = dataclasses.replace(seen.singular_values, W0=values)
     seen = dataclasses.replace(seen, singular_values=singular, **replace)
     return dataclasses.replace(run, ts=jnp.asarray(ts), observables=seen)
@@ -172,27 +171,23 @@ def test_the_text_of_a_corpus_is_found_in_its_usual_place_or_as_given(tmp_path):
 
 @pytest.mark.slow
 def test_finite_contexts_approach_the_limit_like_1_over_s():
-    law = empirical.context_law(*DEFAULT_START, t1=12.5, key=jax.random.key(1))
+    law = empirical.context_law(
+        *DEFAULT_START,
+        t1=12.5,
+        lengths=(16, 64, 256),
+        num_windows=2**14,
+        key=jax.random.key(1),
+    )
     assert law.exponent == pytest.approx(-1.0, abs=0.12)
-    # Measured: .1122, .0612, .0320, .0161, .0081, .0040.
-    known = [0.124, 0.060, 0.030, 0.015, 0.0073, 0.0041]
-    np.testing.assert_allclose(law.errors, known, rtol=0.25)
+    # Measured: 1.41, 1.21, 1.25.
+    np.testing.assert_allclose(law.errors * np.array(law.sizes), 1.3, rtol=0.2)
 
 
 @pytest.mark.slow
 def test_finite_samples_approach_the_limit_like_1_over_the_root_of_N():
-    laws = [
-        empirical.sample_law(
-            *DEFAULT_START,
-            t1=12.5,
-            nums=(64, 256, 1024, 4096),
-            length=512,
-            key=jax.random.key(seed),
-        )
-        for seed in range(3)
-    ]
-    mean = np.mean([law.exponent for law in laws])
-    assert mean == pytest.approx(-0.5, abs=0.12)
+    law = empirical.sample_law(*DEFAULT_START, t1=12.5, key=jax.random.key(2))
+    # The root mean square of 12 samples is itself known to a fifth or so.
+    assert law.exponent == pytest.approx(-0.5, abs=0.12)
 
 
 DEFAULT_START = (
@@ -203,8 +198,6 @@ DEFAULT_START = (
 
 def test_alignment_removes_a_shift_of_time():
     _, run = observed_flow()
-    import dataclasses
-
     late = dataclasses.replace(run, ts=run.ts + 3.0)
     row = run.nearest(60.0)
     shift, error = empirical.aligned_error(late, run, float(late.ts[row]))
