@@ -13,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from tqdm import tqdm
 
@@ -23,14 +24,13 @@ from ..trajectory import Outcome, Thinning
 from . import labour
 from .problem import (
     TERM,
-    Path,
     Problem,
     allowed_rise,
     check_objective,
     measure,
     outcome_of,
-    solver_statistics,
 )
+from .rows import HostRows
 
 _BLOCK_STEPS = 512  # Solver steps between two looks from outside.
 _WATCHED_STEPS = 256  # The same where the solver may have to be changed.
@@ -88,7 +88,7 @@ class Blocks(eqx.Module):
     dt: Scalar
     solver_state: PyTree
     controller_state: PyTree
-    store: Thinning
+    store: Any
     loss: Scalar
     grad_norm: Scalar
     outcome: Outcome
@@ -98,7 +98,10 @@ class Blocks(eqx.Module):
 
 
 @eqx.filter_jit
-def _start(problem: Problem, y0: Params, t0: Scalar, t1: Scalar) -> Blocks:
+def _start(
+    problem: Problem, y0: Params, t0: Scalar, t1: Scalar
+) -> tuple[Blocks, PyTree[Array]]:
+    """The state before the first block, still without a store, and row 0."""
     check_objective(problem.objective, y0)
     solver, controller = problem.solver, _resumable(problem)
     order = solver.error_order(TERM)
@@ -116,7 +119,7 @@ def _start(problem: Problem, y0: Params, t0: Scalar, t1: Scalar) -> Blocks:
         dt=t_next - t0,
         solver_state=solver_state,
         controller_state=controller_state,
-        store=Thinning.empty(t0, row, 1),
+        store=None,
         loss=loss,
         grad_norm=grad_norm,
         outcome=Outcome.where(finite, Outcome.max_steps_reached, Outcome.not_finite),
@@ -124,7 +127,7 @@ def _start(problem: Problem, y0: Params, t0: Scalar, t1: Scalar) -> Blocks:
         num_steps=jnp.zeros((), jnp.int32),
         num_accepted=jnp.zeros((), jnp.int32),
     )
-    return _strongly_typed(carry)
+    return _strongly_typed(carry), row
 
 
 def _strongly_typed(carry: Blocks) -> Blocks:
@@ -143,9 +146,17 @@ def _strongly_typed(carry: Blocks) -> Blocks:
 
 
 def _advance(
-    problem: Problem, carry: Blocks, t1: Scalar, block: int, every: int | None
-) -> Blocks:
-    """One more block of solver steps."""
+    problem: Problem,
+    carry: Blocks,
+    t1: Scalar,
+    block: int,
+    every: int | None,
+    numbered: bool,
+) -> tuple[Blocks, PyTree[Array]]:
+    """One more block of solver steps, and its rows.
+
+    With `numbered` the store gets the numbers of the rows instead of the rows.
+    """
 
     def row(t, y, args):
         del t, args
@@ -182,6 +193,7 @@ def _advance(
     if every is not None:
         wanted &= (carry.num_accepted + index + 1) % every == 0
     increments = _path_increments(problem, carry, ts, rows, accepted)
+    stored = 1 + carry.num_accepted + index if numbered else rows
     loss, grad_norm = value_and_grad_norm(problem.objective, y)
     num_steps = carry.num_steps + sol.stats["num_steps"].astype(jnp.int32)
     num = _trees.num_params(y)
@@ -200,7 +212,7 @@ def _advance(
         dt=controller_state[1],
         solver_state=sol.solver_state,
         controller_state=controller_state,
-        store=_stored(carry.store, ts, rows, increments, wanted, accepted),
+        store=_stored(carry.store, ts, stored, increments, wanted, accepted),
         loss=loss,
         grad_norm=grad_norm,
         outcome=outcome,
@@ -208,7 +220,7 @@ def _advance(
         num_steps=num_steps,
         num_accepted=carry.num_accepted + accepted,
     )
-    return _strongly_typed(carry)
+    return _strongly_typed(carry), rows
 
 
 _advance_jit = eqx.filter_jit(_advance)
@@ -290,9 +302,14 @@ def solve_in_blocks(
     every: int | None,
     max_steps: int,
     progress: bool,
-) -> Blocks:
-    """Integrate and keep accepted steps: every n-th, or at most so many by path."""
-    carry = _start(problem, y0, t0, t1)
+) -> tuple[Blocks, HostRows | None]:
+    """Integrate and keep accepted steps: every n-th, or at most so many by path.
+
+    Returns:
+        The state at the end, whose store holds the rows if traced, and otherwise their
+        numbers; and then the rows.
+    """
+    carry, first = _start(problem, y0, t0, t1)
     # Asked of the result: the objective may close over a traced value.
     traced = _trees.is_traced(carry)
     num = _trees.num_params(y0)
@@ -304,18 +321,20 @@ def solve_in_blocks(
         capacity = at_most + 1
     else:
         capacity = max_steps // every + 2 if traced else 2 * block + 1
-    store = _enlarged(carry.store, capacity)
-    carry = eqx.tree_at(lambda c: c.store, carry, store)
     limit = num_blocks * block
+    stored = first if traced else jnp.zeros((), jnp.int32)
+    store = Thinning.empty(carry.t, stored, capacity)
+    carry = eqx.tree_at(lambda c: c.store, carry, store, is_leaf=lambda x: x is None)
     if traced:
         carry = jax.lax.while_loop(
             lambda c: ~c.done & (c.num_steps < limit),
-            lambda c: _advance(problem, c, t1, block, every),
+            lambda c: _advance(problem, c, t1, block, every, False)[0],
             carry,
         )
-    else:
-        carry = _drive(problem, carry, t0, t1, block, limit, every, progress)
-    return carry
+        return carry, None
+    rows = HostRows(first)
+    carry = _drive(problem, carry, rows, t0, t1, block, limit, every, progress)
+    return carry, rows
 
 
 @eqx.filter_jit
@@ -323,35 +342,10 @@ def _enlarged(store: Thinning, capacity: int) -> Thinning:
     return store.enlarged(capacity)
 
 
-def finish(problem: Problem, carry: Blocks) -> Path:
-    """The saved rows, with the last state reached as the last of them."""
-    store = carry.store
-    new = carry.t > store.ts[store.count - 1]
-    row = carry.y if problem.keep_models else measure(problem, carry.y)
-    index = jnp.where(new, store.count, store.count - 1)
-
-    def pad(rows: Array, value: Array) -> Array:
-        return jnp.concatenate([rows, rows[-1:]]).at[index].set(value)
-
-    return Path(
-        ts=pad(store.ts, carry.t),
-        rows=jtu.tree_map(pad, store.rows, row),
-        count=index + 1,
-        t_end=carry.t,
-        y_end=carry.y,
-        outcome=carry.outcome,
-        stats={
-            "num_steps": carry.num_steps,
-            "num_accepted_steps": carry.num_accepted,
-            "num_rejected_steps": carry.num_steps - carry.num_accepted,
-            **solver_statistics(carry.controller_state[0], carry.solver_state),
-        },
-    )
-
-
 def _drive(
     problem: Problem,
     carry: Blocks,
+    rows: HostRows,
     t0: Scalar,
     t1: Scalar,
     block: int,
@@ -367,7 +361,11 @@ def _drive(
                 if every is not None:
                     carry = _grow(carry, block)
                 before = carry
-                carry = _advance_jit(problem, carry, t1, block, every)
+                after, new = _advance_jit(problem, carry, t1, block, every, True)
+                rows.append(new, int(after.num_accepted - before.num_accepted))
+                carry = after
+                if rows.num_held > 2 * carry.store.ts.shape[0]:
+                    rows.keep(np.asarray(carry.store.rows))
                 if problem.may_recycle and not labour.recycles(carry):
                     if labour.is_laborious(before, carry):
                         problem, carry = labour.turn_to_recycling(problem, carry)

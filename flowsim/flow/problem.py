@@ -8,12 +8,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from .. import _trees
 from .._types import Objective, Params, RealLike, Scalar
 from ..derivatives import gradient, value_and_grad_norm
 from ..trajectory import Outcome
+
+_BATCHED_UP_TO = 2000  # Parameters up to which saved rows are measured in batches.
 
 
 class Problem(eqx.Module):
@@ -40,10 +42,13 @@ class Measurement(eqx.Module):
 
 
 class Path(eqx.Module):
-    """Rows of a run: a fixed number, of which `count` are in use."""
+    """Rows of a run: a fixed number, of which `count` are in use.
 
-    ts: Float[Array, " rows"]
-    rows: PyTree[Array]
+    NumPy arrays, all in use, where the run is concrete and kept its steps.
+    """
+
+    ts: Any
+    rows: PyTree
     count: Int[Array, ""]
     t_end: Scalar
     y_end: Params
@@ -79,6 +84,9 @@ def measure(problem: Problem, y: Params) -> Measurement:
     observe = problem.observe
     observables = None if observe is None else observe(restore(problem, y))
     return Measurement(loss=loss, grad_norm=grad_norm, observables=observables)
+
+
+measure_one = eqx.filter_jit(measure)
 
 
 def restore(problem: Problem, y: Params) -> Params:
@@ -140,11 +148,12 @@ def measure_rows(
 ) -> Measurement:
     """Measure the first `count` rows; later rows repeat row `count - 1`.
 
-    In batches, so that memory stays bounded and no time goes into unused rows.
+    In batches, so that memory stays bounded and no time goes into unused rows. Large
+    models one by one: a product of two large matrices is quicker than a batch of them.
     """
     rows = jtu.tree_leaves(models)[0].shape[0]
     num = _trees.num_params(models) // rows
-    batch = max(1, min(rows, 256, 2**20 // num))
+    batch = min(rows, 256) if num <= _BATCHED_UP_TO else 1
     index = jnp.minimum(
         jnp.arange(-(-rows // batch) * batch, dtype=jnp.int32), count - 1
     )
@@ -171,3 +180,14 @@ def measure_rows(
     flat = jtu.tree_map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batches)
     last = jnp.minimum(jnp.arange(rows, dtype=jnp.int32), count - 1)
     return jtu.tree_map(lambda leaf: leaf[last], flat)
+
+
+@eqx.filter_jit
+def examine_rows(
+    problem: Problem, rows: Params, count: Int[Array, ""]
+) -> tuple[Measurement, Params]:
+    """Measurements of the first `count` rows; the caller's parameters if reduced."""
+    measured = measure_rows(problem, rows, count, False)
+    reduced = problem.reduction is not None
+    restored = jax.vmap(lambda y: restore(problem, y))(rows) if reduced else None
+    return measured, restored

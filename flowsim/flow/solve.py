@@ -7,7 +7,6 @@ from typing import Any
 
 import diffrax
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -18,15 +17,14 @@ from .. import _trees
 from .._types import Objective, Params, RealLike, Scalar
 from ..derivatives import gradient
 from ..solvers import BDFController, SymmetricBDF
-from ..trajectory import Outcome, Trajectory, repeat_last, trim
+from ..trajectory import Trajectory, trim
 from . import labour
-from .blocks import Blocks, finish, solve_in_blocks
-from .problem import Path, Problem, allowed_rise, measure_rows, restore
+from .blocks import solve_in_blocks
+from .conclude import as_trajectory, finish_on_host, from_host
+from .problem import Problem
 from .times import solve_at_times
 
-# Numbers of the record, 64 MB in double precision. It is copied once for every block of
-# steps: at n = 6,144 a larger one took longer than the steps.
-_BUFFER_NUMBERS = 2**23
+_BUFFER_NUMBERS = 2**26  # Numbers of the record, 0.5 GB in double precision.
 
 
 class Save(eqx.Module):
@@ -113,7 +111,7 @@ def gradient_flow(
         ValueError: for arguments that cannot be right whatever the numbers are.
 
     Memory: the saved rows (at most 2,000 times n numbers by default, fewer rows beyond
-    64 MB), twice while a block is merged, and one block of at most 512 rows.
+    0.5 GB), up to three times, and one block of at most 512 rows.
 
     Differentiation: with `save` given as times, reverse mode works for explicit
     solvers; otherwise use forward mode.
@@ -150,8 +148,9 @@ def gradient_flow(
         keep_models=save.models,
         may_recycle=chosen and _trees.num_params(state) >= labour.FEWEST_PARAMETERS,
     )
+    gradient_stop = isinstance(stop, float | int) and not isinstance(stop, bool)
     if save.ts is None:
-        path = solve_in_blocks(
+        end_state, rows = solve_in_blocks(
             problem,
             state,
             start,
@@ -161,6 +160,13 @@ def gradient_flow(
             max_steps=max_steps,
             progress=progress,
         )
+        if chosen and labour.recycles(end_state):
+            why += "; its linear systems grew laborious: recycles Ritz vectors"
+        if rows is None:
+            run = as_trajectory(problem, state, end_state, gradient_stop, True)
+        else:
+            path = finish_on_host(problem, end_state, rows)
+            run = from_host(problem, state, path, gradient_stop)
     else:
         path = solve_at_times(
             problem,
@@ -171,15 +177,12 @@ def gradient_flow(
             max_steps=max_steps,
             progress=progress,
         )
-    if chosen and isinstance(path, Blocks) and labour.recycles(path):
-        why += "; its linear systems grew laborious: recycles Ritz vectors"
+        run = as_trajectory(problem, state, path, gradient_stop, _trees.is_traced(path))
     settings = {"solver": type(solver).__name__, "chosen because": why}
     if reduction is not None:
         settings["reduced to"] = f"{_trees.num_params(state)} parameters, exactly"
     if not _trees.is_traced((relative, absolute)):
         settings |= {"rtol": float(relative), "atol": float(absolute)}
-    gradient_stop = isinstance(stop, float | int) and not isinstance(stop, bool)
-    run = _as_trajectory(problem, state, path, gradient_stop, _trees.is_traced(path))
     return trim(dataclasses.replace(run, settings=settings))
 
 
@@ -207,59 +210,6 @@ def _controller_for(
         return BDFController(rtol, atol)
     # Below this step the solver stands still: the gradient is not finite ahead.
     return diffrax.PIDController(rtol, atol, dtmin=2.0**-50 * (t1 - t0))
-
-
-@eqx.filter_jit
-def _as_trajectory(
-    problem: Problem,
-    start: Params,
-    path: Path | Blocks,
-    gradient_stop: bool,
-    differentiable: bool,
-) -> Trajectory:
-    """Measure the saved rows and check that the loss fell along them."""
-    if isinstance(path, Blocks):
-        path = finish(problem, path)
-    ts, rows = repeat_last(path.ts, path.rows, path.count)
-    if problem.keep_models:
-        models = rows
-        measured = measure_rows(problem, rows, path.count, differentiable)
-    else:
-        measured = rows
-        models = jtu.tree_map(
-            lambda first, last: jnp.stack([first, last]), start, path.y_end
-        )
-    allowed = allowed_rise(
-        measured.loss[:-1],
-        measured.grad_norm[:-1],
-        jnp.maximum(_trees.norm(start), _trees.norm(path.y_end)),
-        _trees.num_params(start),
-        problem.rtol,
-        problem.atol,
-    )
-    loss_rise = jnp.max(measured.loss[1:] - measured.loss[:-1] - allowed)
-    outcome = path.outcome
-    if gradient_stop:
-        outcome = Outcome.where(outcome == Outcome.stopped, Outcome.stationary, outcome)
-    unaware = (
-        (outcome == Outcome.reached_t1)
-        | (outcome == Outcome.stationary)
-        | (outcome == Outcome.stopped)
-        | (outcome == Outcome.max_steps_reached)
-    )
-    outcome = Outcome.where(unaware & (loss_rise > 0), Outcome.loss_increased, outcome)
-    return Trajectory(
-        ts=ts,
-        models=jax.vmap(lambda y: restore(problem, y))(models),
-        losses=measured.loss,
-        grad_norms=measured.grad_norm,
-        observables=measured.observables,
-        outcome=outcome,
-        num_saved=path.count,
-        loss_rise=loss_rise,
-        stats=path.stats,
-        settings={},
-    )
 
 
 def _as_array(leaf: Any) -> Any:
