@@ -23,6 +23,7 @@ TOKENISERS = {"wikitext2": "wikitext", "tinystories": "tinystories"}
 needs_texts = pytest.mark.skipif(
     not TEXTS.is_dir(), reason=f"the text samples are not at {TEXTS}"
 )
+KEY = jax.random.key(0)
 STORY = "the cat saw the dog . the dog ran . a cat ran to the dog .\n"
 
 
@@ -194,6 +195,40 @@ DEFAULT_START = (
     named_chain("default"),
     fs.AttentionModel.init(jax.random.key(0), vocab=4, width=16, scale=1e-3),
 )
+
+
+# Other transition matrices.
+
+LAW = np.array([0.75, 0.19, 0.05, 0.01])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_shuffled_rows_keep_the_stationary_law(seed):
+    chain = named_chain("default")
+    mixed = empirical.shuffled_rows(chain, seed=seed)
+    np.testing.assert_allclose(LAW @ mixed.transition, LAW, rtol=1e-9)
+    assert float(jnp.abs(mixed.transition - chain.transition).max()) > 0.1
+
+
+def test_chains_of_one_law_include_both_signs_of_c():
+    chains = empirical.same_law_chains(LAW)
+    for chain in chains.values():
+        np.testing.assert_allclose(chain.stationary, LAW, rtol=1e-9)
+    rates = [float(fs.theory.focus_rate(chain)) for chain in chains.values()]
+    assert min(rates) < -0.01 and max(rates) > 0.1
+
+
+@pytest.mark.slow
+def test_one_law_gives_one_time_of_condensation_and_focus_by_each_c():
+    found = empirical.stage_times(empirical.same_law_chains(LAW), key=KEY)
+    times = [stages.condensation for stages in found]
+    assert max(times) < 1.001 * min(times)
+    for stages in found:
+        row = stages.row()
+        assert row["mu dT_I/dlog(1/eps)"] == pytest.approx(1.0, abs=1e-3)
+        slope = row["|c| d(T_II - T_I)/dlog(1/eps)"]
+        assert slope == pytest.approx(1.0, abs=0.01)
+        assert np.sign(stages.attention) == np.sign(stages.focus_rate)
 
 
 def test_alignment_removes_a_shift_of_time():

@@ -18,6 +18,7 @@ Left out: drawing (`flowsim.plots`) and printing.
 from .controls import Control, controls
 from .events import Events, find_events
 from .learning import Band, attention_received, attraction, excess_by_band, excess_loss
+from .matrices import StageTimes, same_law_chains, shuffled_rows, stage_times
 from .scaling import ScalingLaw, aligned_error, context_law, sample_law
 from .study import TextStudy, agreement, study_text
 from .texts import TextSetting, find_text, read_setting, sampled_setting, shuffled
@@ -27,6 +28,7 @@ __all__ = [
     "Control",
     "Events",
     "ScalingLaw",
+    "StageTimes",
     "TextSetting",
     "TextStudy",
     "agreement",
@@ -40,8 +42,11 @@ __all__ = [
     "find_events",
     "find_text",
     "read_setting",
+    "same_law_chains",
     "sample_law",
     "sampled_setting",
     "shuffled",
+    "shuffled_rows",
+    "stage_times",
     "study_text",
 ]

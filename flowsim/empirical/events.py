@@ -73,9 +73,9 @@ def find_events(run: Trajectory) -> Events:
     ratio = np.asarray(seen.rank_ratio().W0, float)
     attention = np.asarray(seen.mean_top_attention, float)
     entropy = np.asarray(seen.mean_attention_entropy, float)
-    condensed = _crossing(ts, ratio, CONDENSED, 0, falling=True)
+    condensed = crossing(ts, ratio, CONDENSED, 0, falling=True)
     after = len(ts) if condensed is None else int(np.searchsorted(ts, condensed))
-    second = _crossing(ts, ratio, SECOND, after, falling=False)
+    second = crossing(ts, ratio, SECOND, after, falling=False)
     # The first focus is over when a second direction appears, or at the end.
     bound = len(ts) if second is None else int(np.searchsorted(ts, second)) + 1
     top = int(np.argmax(attention[:bound]))
@@ -95,7 +95,7 @@ def find_events(run: Trajectory) -> Events:
     )
 
 
-def _crossing(
+def crossing(
     ts: np.ndarray, values: np.ndarray, level: float, start: int, *, falling: bool
 ) -> float | None:
     """First time from row `start` on at which the values are past a level."""
