@@ -35,6 +35,10 @@ from .trajectory import Outcome, Trajectory
 _FORMAT = 1
 
 
+class CheckpointError(ValueError):
+    """A checkpoint file that is not one, or not that of this run."""
+
+
 def save_trajectory(run: Trajectory, path: str | os.PathLike) -> None:
     """Write a concrete run to one `.npz` file.
 
@@ -142,14 +146,14 @@ def load_checkpoint(
         The pytree, its leaves NumPy arrays, and the header.
 
     Raises:
-        ValueError: not a checkpoint, or names, shapes or types differ from `like`.
+        CheckpointError: not a checkpoint, or names, shapes or types differ from `like`.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files}
         header = json.loads(str(arrays.pop("header")))["checkpoint"]
     except Exception as error:
-        raise ValueError(
+        raise CheckpointError(
             f"{path} is not a checkpoint written by flowsim ({error})."
         ) from error
     expected = {
@@ -163,9 +167,9 @@ def load_checkpoint(
     for name in sorted({*arrays, *expected}):
         if name not in arrays or name not in expected:
             side = "lacks" if name in expected else "has besides"
-            raise ValueError(f"{path} does not fit this run: it {side} {name}.")
+            raise CheckpointError(f"{path} does not fit this run: it {side} {name}.")
         if kind(arrays[name]) != kind(expected[name]):
-            raise ValueError(
+            raise CheckpointError(
                 f"{path} does not fit this run: {name} is {arrays[name].dtype} of "
                 f"shape {arrays[name].shape}, here {expected[name].dtype} of shape "
                 f"{expected[name].shape}."

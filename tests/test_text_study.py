@@ -3,7 +3,10 @@
 import dataclasses
 import functools
 import json
+import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,11 @@ from flowsim import empirical
 from flowsim.__main__ import main
 from flowsim.diagnostics import diagnose
 from flowsim.plots import comparison_figure
+from flowsim.verification import Verification
+from flowsim.verification.empirical import (
+    _control_claims as control_claims,
+    _text_claims as text_claims,
+)
 
 from .problems import named_chain, random_model
 
@@ -165,6 +173,41 @@ def test_the_text_of_a_corpus_is_found_in_its_usual_place_or_as_given(tmp_path):
     assert empirical.find_text("wikitext2", file) == file
     with pytest.raises(FileNotFoundError, match="no text file or folder"):
         empirical.find_text("wikitext2", tmp_path / "nowhere")
+
+
+def fake_datasets(text):
+    """Stands in for the package `datasets`: what it is asked for, and what it gives."""
+    asked = []
+
+    def load_dataset(name, part, *, split):
+        asked.append((name, part, split))
+        return {"text": text}
+
+    module: Any = types.ModuleType("datasets")
+    module.load_dataset = load_dataset
+    return module, asked
+
+
+def test_a_downloaded_corpus_is_read_like_its_file(tmp_path, monkeypatch):
+    module, asked = fake_datasets([STORY * 10, "", STORY * 10])
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    found = empirical.download_setting("tinystories", vocab=5)
+    assert asked == [("roneneldan/TinyStories", None, "validation")]
+    (tmp_path / "story.txt").write_text(STORY * 20)
+    known = empirical.read_setting(
+        tmp_path / "story.txt", tokeniser="tinystories", vocab=5
+    )
+    np.testing.assert_array_equal(found.ids, known.ids)
+    assert found.chain.tokens == known.chain.tokens
+    assert "roneneldan/TinyStories" in found.source
+
+
+def test_downloading_without_the_package_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"flowsim\[corpora\]"):
+        empirical.download_setting("wikitext2", vocab=64)
+    with pytest.raises(ValueError, match="got 'wikitext3'"):
+        empirical.download_setting("wikitext3", vocab=64)
 
 
 # Scaling laws.
@@ -389,6 +432,11 @@ def test_the_command_trains_on_a_text_file_and_writes_its_folder(tmp_path, capsy
     assert (folder / "train.png").stat().st_size > 10_000
     code, _, err = run_command(arguments, capsys)
     assert code == 2 and "--force" in err and err.count("\n") == 1
+    (tmp_path / "state.npz").write_text("not a checkpoint")
+    more = ["--force", "--checkpoint", tmp_path / "state.npz"]
+    code, out, err = run_command([*arguments, *more], capsys)
+    assert code == 2 and out == "" and err.count("\n") == 1
+    assert "is not a checkpoint" in err
 
 
 def test_without_text_the_shipped_chain_is_sampled_and_that_is_said():
@@ -414,6 +462,9 @@ def test_without_text_the_shipped_chain_is_sampled_and_that_is_said():
         (["--corpus", "wikitext2", "--tokens", "zebra"], "'zebra' is not in it"),
         (["--learning-rate", -1], "--learning-rate must be positive"),
         (["--steps", -3], "--steps must be positive"),
+        (["--steps", 0], "--steps must be positive"),
+        (["--learning-rate", 0], "--learning-rate must be positive"),
+        (["--corpus", "story.txt", "--download"], "--download is for a named corpus"),
         (["--vocab", 1], "--vocab must be at least 2"),
         (["--precision", "half"], "half"),
     ],
@@ -432,6 +483,41 @@ def test_wrong_input_ends_with_one_line_and_status_2(
     assert err.startswith("flowsim: error: ") and err.count("\n") == 1
     assert message in err
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_empirical_claims_fail_where_training_departs_from_the_flow():
+    chain, run = observed_flow()
+    late = dataclasses.replace(run, ts=1.3 * run.ts)
+
+    def claims(training):
+        study = empirical.TextStudy(
+            setting=empirical.sampled_setting(chain, num_tokens=2000),
+            training=training,
+            flow=run,
+            events=(empirical.find_events(training), empirical.find_events(run)),
+            focus_rate=0.0,
+        )
+        return Verification(tuple(text_claims("toy", study))).rows()
+
+    same, shifted = claims(run), claims(late)
+    for good, bad in zip(same[:2], shifted[:2], strict=True):
+        assert good["verdict"] == "agrees" and good["measured"] == 0.0
+        assert bad["verdict"] == "fails"
+    condensed = same[2], shifted[2]
+    assert [row["verdict"] for row in condensed] == ["agrees", "fails"]
+
+
+@pytest.mark.slow
+def test_controls_without_bigrams_agree():
+    table = Verification(tuple(control_claims()))
+    assert table.succeeded and len(table) == 3
+
+
+def test_text_is_for_the_empirical_claims_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run_command(["verify", "--text", "."], capsys)
+    assert code == 2 and out == "" and err.count("\n") == 1
+    assert "--text is for --empirical" in err
 
 
 def test_the_study_needs_a_flow_time_with_another_optimiser():

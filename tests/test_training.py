@@ -143,21 +143,24 @@ def test_a_start_that_is_not_finite_takes_no_step():
     assert bool(run.outcome == fs.Outcome.not_finite) and run.ts.shape == (1,)
 
 
-def test_an_interruption_keeps_the_path(monkeypatch):
-    calls = []
+@pytest.mark.parametrize(("every", "rows"), [(1, 513), (1000, 2), (300, 2)])
+def test_an_interruption_keeps_the_path(monkeypatch, every, rows):
+    module = sys.modules["flowsim.training.train"]
+    block, calls = module.block_jit, []
 
     def interrupt(*args):
-        if len(calls) == 2:
-            raise KeyboardInterrupt
         calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
         return block(*args)
 
-    module = sys.modules["flowsim.training.train"]
-    block = module.block_jit
     monkeypatch.setattr(module, "block_jit", interrupt)
-    run = train(two_modes, START, 0.01, 5000, every=1)
+    run = train(two_modes, START, 0.01, 5000, every=every)
     assert bool(run.outcome == fs.Outcome.interrupted)
-    assert run.ts.shape[0] == int(run.stats["num_steps"]) + 1 == 513
+    whole = train(two_modes, START, 0.01, int(run.stats["num_steps"]), every=every)
+    assert_same(run.final, whole.final)
+    assert run.ts.shape[0] == rows
+    assert float(run.ts[-1]) == pytest.approx(0.01 * int(run.stats["num_steps"]))
 
 
 @pytest.mark.parametrize("rule", [0.3, optax.adam(0.02)])

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from .reading import check_positive, given, reading_input
+from .reading import check_positive, given, reading_input, refuse
 
 _STEPS = {"wikitext2": 2250, "tinystories": 4500}
 _RATES = {"sgd": 0.2, "adam": 1e-3}
@@ -31,6 +31,8 @@ class Train:
     folder of them."""
     text: Path | None = None
     """File or folder with the text of a named corpus."""
+    download: bool = False
+    """Load the text of a named corpus from its public dataset (extra `corpora`)."""
     tokeniser: Literal["wikitext", "tinystories"] | None = None
     """How a line is split into words. Default: that of the corpus, or wikitext."""
     vocab: int = 64
@@ -77,8 +79,9 @@ def run_train(options: Train) -> int:
     from .. import empirical, records, text_report
 
     with reading_input():
-        rate = options.learning_rate or _RATES[options.optimiser]
-        steps = options.steps or _STEPS.get(options.corpus, 2250)
+        rate, steps = options.learning_rate, options.steps
+        rate = _RATES[options.optimiser] if rate is None else rate
+        steps = _STEPS.get(options.corpus, 2250) if steps is None else steps
         _check(options, rate, steps)
         setting = read_corpus(options)
         tokens = _numbers(setting.chain.tokens or (), options.tokens)
@@ -94,15 +97,18 @@ def run_train(options: Train) -> int:
         "dtype": jnp.float32 if options.precision == "single" else jnp.float64,
         "key": jax.random.key(options.seed),
     }
-    study = empirical.study_text(
-        setting,
-        **settings,
-        optimiser=rate if sgd else optax.adam(rate),
-        flow_time=None if sgd else _RATES["sgd"] * steps,
-        progress=not options.quiet,
-        checkpoint=options.checkpoint,
-        announce=say,
-    )
+    try:
+        study = empirical.study_text(
+            setting,
+            **settings,
+            optimiser=rate if sgd else optax.adam(rate),
+            flow_time=None if sgd else _RATES["sgd"] * steps,
+            progress=not options.quiet,
+            checkpoint=options.checkpoint,
+            announce=say,
+        )
+    except records.CheckpointError as error:
+        refuse(str(error))
     controls = ()
     if options.controls:
         controls = empirical.controls(
@@ -136,6 +142,13 @@ def read_corpus(options: Train) -> Any:
         raise ValueError(
             f"--text is for the named corpora ({known}); give the file as --corpus."
         )
+    if options.download:
+        if shipped is None or options.text is not None:
+            raise ValueError("--download is for a named corpus without --text.")
+        try:
+            return empirical.download_setting(name, vocab=options.vocab)
+        except ImportError as error:
+            raise ValueError(str(error)) from error
     if shipped is not None and options.text is None:
         chain = corpus.load_chain(name, vocab=options.vocab)
         return empirical.sampled_setting(chain)

@@ -100,6 +100,24 @@ def read_stream(
         FileNotFoundError: nothing at `path`.
         ValueError: no text at `path`, not UTF-8, or fewer than V distinct words.
     """
+    return stream_lines(
+        _lines(Path(path)),
+        source=str(path),
+        tokeniser=tokeniser,
+        vocab=vocab,
+        keep_headings=keep_headings,
+    )
+
+
+def stream_lines(
+    lines: Iterable[str],
+    *,
+    source: str,
+    tokeniser: str | Tokeniser,
+    vocab: int | Sequence[str],
+    keep_headings: bool = False,
+) -> TokenStream:
+    """`read_stream` of lines that come from anywhere; `source` is for messages."""
     split = _find_tokeniser(tokeniser, keep_headings)
     if isinstance(vocab, int | np.integer) and vocab < 1:
         raise ValueError(f"vocab must be a positive number of words; got {vocab}.")
@@ -107,12 +125,12 @@ def read_stream(
     numbers: defaultdict[str, int] = defaultdict()
     numbers.default_factory = numbers.__len__
     stream = array("i")
-    for line in _lines(Path(path)):
+    for line in lines:
         stream.extend(numbers[word] for word in split(line) if word not in _MARKERS)
     ids = np.frombuffer(stream, np.int32) if stream else np.zeros(0, np.int32)
     if not ids.size:
-        raise ValueError(f"{path} holds no words.")
-    tokens = _vocabulary(path, numbers, ids, vocab)
+        raise ValueError(f"{source} holds no words.")
+    tokens = _vocabulary(source, numbers, ids, vocab)
     # -1 marks the words to delete.
     renumber = np.full(len(numbers), -1, np.int32)
     for new, word in enumerate(tokens):
@@ -171,7 +189,7 @@ def _find_tokeniser(tokeniser: str | Tokeniser, keep_headings: bool) -> Tokenise
 
 
 def _vocabulary(
-    path: str | Path,
+    source: str,
     numbers: Mapping[str, int],
     ids: np.ndarray,
     vocab: int | Sequence[str],
@@ -183,7 +201,7 @@ def _vocabulary(
         return tokens
     if len(numbers) < vocab:
         raise ValueError(
-            f"vocab = {vocab} needs as many distinct words; {path} holds "
+            f"vocab = {vocab} needs as many distinct words; {source} holds "
             f"{len(numbers)}."
         )
     counts = np.bincount(ids, minlength=len(numbers))

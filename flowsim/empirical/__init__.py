@@ -21,7 +21,14 @@ from .learning import Band, attention_received, attraction, excess_by_band, exce
 from .matrices import StageTimes, same_law_chains, shuffled_rows, stage_times
 from .scaling import ScalingLaw, aligned_error, context_law, sample_law
 from .study import TextStudy, agreement, study_text
-from .texts import TextSetting, find_text, read_setting, sampled_setting, shuffled
+from .texts import (
+    TextSetting,
+    download_setting,
+    find_text,
+    read_setting,
+    sampled_setting,
+    shuffled,
+)
 
 __all__ = [
     "Band",
@@ -37,6 +44,7 @@ __all__ = [
     "attraction",
     "context_law",
     "controls",
+    "download_setting",
     "excess_by_band",
     "excess_loss",
     "find_events",

@@ -9,7 +9,7 @@ from jaxtyping import Int, PRNGKeyArray
 
 from .. import _summary
 from ..batches import TextBatches, sampled_text
-from ..corpus import count_pairs, read_stream
+from ..corpus import CORPORA, TokenStream, count_pairs, read_stream, stream_lines
 from ..corpus.text import Tokeniser
 from ..markov import MarkovChain, chain_from_counts
 
@@ -60,8 +60,43 @@ def read_setting(
             successor.
     """
     stream = read_stream(path, tokeniser=tokeniser, vocab=vocab)
+    return _of_stream(stream, str(path))
+
+
+def download_setting(corpus: str, *, vocab: int) -> TextSetting:
+    """The text of a named corpus from the public datasets of its authors.
+
+    WikiText-2's training split; the validation split of TinyStories, whose training
+    split is a hundred times as long. Needs the extra `corpora`, and a network for the
+    first time.
+
+    Raises:
+        ImportError: the package `datasets` is not installed.
+        ValueError: an unknown corpus, or too small a vocabulary.
+    """
+    if corpus not in _DATASETS:
+        raise ValueError(f"corpus must be one of {sorted(_DATASETS)}; got {corpus!r}.")
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError(
+            "downloading a corpus needs the package datasets: "
+            "pip install 'flowsim[corpora]'."
+        ) from error
+    name, part, split = _DATASETS[corpus]
+    rows = datasets.load_dataset(name, part, split=split)
+    stream = stream_lines(
+        (line for text in rows["text"] for line in text.splitlines()),
+        source=name,
+        tokeniser=CORPORA[corpus].tokeniser,
+        vocab=vocab,
+    )
+    return _of_stream(stream, f"{name}, {split}")
+
+
+def _of_stream(stream: TokenStream, source: str) -> TextSetting:
     chain = chain_from_counts(count_pairs(stream), tokens=stream.tokens)
-    return TextSetting(stream.ids[None], chain, str(path))
+    return TextSetting(stream.ids[None], chain, source)
 
 
 def sampled_setting(
@@ -106,4 +141,10 @@ _PLACES = {
         "tinystories/v2-gpt4-train-head.txt",
         "v2-gpt4-train-head.txt",
     ),
+}
+
+# Repository, configuration and split of the public datasets.
+_DATASETS = {
+    "wikitext2": ("Salesforce/wikitext", "wikitext-2-v1", "train"),
+    "tinystories": ("roneneldan/TinyStories", None, "validation"),
 }

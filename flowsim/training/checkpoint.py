@@ -48,12 +48,12 @@ class Checkpoint:
         """State and rows to go on from.
 
         Raises:
-            ValueError: the file is that of another run.
+            CheckpointError: the file is that of another run.
         """
         like = {"state": state, "rows": first}
         found, run = records.load_checkpoint(self.path, like)
         if run != self.run:
-            raise ValueError(
+            raise records.CheckpointError(
                 f"{self.path} is the checkpoint of another run: it has {run}, "
                 f"this run has {self.run}."
             )
@@ -62,12 +62,12 @@ class Checkpoint:
         here = jtu.tree_map(lambda leaf: leaf[0], (first.model, first.loss))
         pairs = zip(jtu.tree_leaves(start), jtu.tree_leaves(here), strict=True)
         if not all(np.array_equal(one, other) for one, other in pairs):
-            raise ValueError(
+            raise records.CheckpointError(
                 f"{self.path} is the checkpoint of a run from another start or with "
                 "another objective."
             )
         if int(found["state"].step) > num_steps:
-            raise ValueError(
+            raise records.CheckpointError(
                 f"{self.path} is at step {int(found['state'].step)}, beyond num_steps "
                 f"= {num_steps}."
             )

@@ -116,7 +116,9 @@ def _drive(
     if file is not None and file.exists:
         state, kept = file.load(state, kept[0], num_steps)
     interrupted = False
-    with tqdm(total=num_steps, disable=not progress, unit="step") as bar:
+    with tqdm(
+        total=num_steps, initial=int(state.step), disable=not progress, unit="step"
+    ) as bar:
         try:
             while bool(state.finite) and int(state.step) < num_steps:
                 before = int(state.step)
@@ -138,6 +140,10 @@ def _drive(
                     bar.set_postfix_str(f"loss {float(rows.loss[-1]):.6f}")
         except KeyboardInterrupt:
             interrupted = True
+    if interrupted and int(state.step) > int(_last_step(kept)):
+        # Interrupted between rows: no step more, but a row of where the run is.
+        _, rows = block_jit(problem, state, state.step, spacing, num_rows, _BLOCK_STEPS)
+        kept = [*kept, jtu.tree_map(lambda leaf: leaf[:1], host(rows))]
     if file is not None:
         file.save(state, kept, now=True)
     rows = joined(kept)
@@ -145,6 +151,10 @@ def _drive(
     if not bool(state.finite):
         outcome = Outcome.not_finite
     return jax.device_put(rows), outcome
+
+
+def _last_step(kept: list[Row]) -> Any:
+    return max(part.step[-1] for part in kept if part.step.size)
 
 
 def _as_trajectory(

@@ -22,6 +22,15 @@ The whole table takes a minute or two, most of it compiling::
 """
 
 from .claims import Claim, Verdict, Verification, compare, depart
+from .empirical import verify_empirical
 from .verify import verify
 
-__all__ = ["Claim", "Verdict", "Verification", "compare", "depart", "verify"]
+__all__ = [
+    "Claim",
+    "Verdict",
+    "Verification",
+    "compare",
+    "depart",
+    "verify",
+    "verify_empirical",
+]
