@@ -151,7 +151,9 @@ def read_corpus(options: Train) -> Any:
             raise ValueError(str(error)) from error
     if shipped is not None and options.text is None:
         chain = corpus.load_chain(name, vocab=options.vocab)
-        return empirical.sampled_setting(chain)
+        return empirical.sampled_setting(
+            chain, source=f"no --text: sampled from the shipped chain of {name}"
+        )
     if shipped is not None:
         assert options.text is not None
         place = empirical.find_text(name, options.text)

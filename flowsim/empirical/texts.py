@@ -100,12 +100,16 @@ def _of_stream(stream: TokenStream, source: str) -> TextSetting:
 
 
 def sampled_setting(
-    chain: MarkovChain, *, num_tokens: int = 2**20, key: PRNGKeyArray | None = None
+    chain: MarkovChain,
+    *,
+    num_tokens: int = 2**20,
+    key: PRNGKeyArray | None = None,
+    source: str = "sampled from the chain",
 ) -> TextSetting:
     """Sequences sampled from a chain, held against that chain itself."""
     key = jax.random.key(0) if key is None else key
     ids = sampled_text(chain, key, num_tokens)
-    return TextSetting(ids, chain, "sampled from the chain")
+    return TextSetting(ids, chain, source)
 
 
 def shuffled(setting: TextSetting, *, seed: int = 0) -> TextSetting:
