@@ -1,4 +1,4 @@
-"""The command line: `flowsim cycle`, `verify`, `train`, `counts`.
+"""The command line: `flowsim cycle`, `verify`, `unfold`, `train`, `counts`.
 
 Arguments in, one table out, files in a run folder. Wrong input ends with one line on
 standard error and exit status 2; a run that did not end as asked, or a claim that

@@ -33,9 +33,11 @@ from .runs import (
     rank_figure,
 )
 from .spectra import spectrum_figure
+from .unfolding import branches_figure, study_figure, unfolding_figure
 
 __all__ = [
     "attention_figure",
+    "branches_figure",
     "comparison_figure",
     "cycle_animation",
     "cycle_figure",
@@ -48,4 +50,6 @@ __all__ = [
     "rank_figure",
     "save",
     "spectrum_figure",
+    "study_figure",
+    "unfolding_figure",
 ]

@@ -4,8 +4,15 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from ..lyapunov_schmidt import Equilibria, FirstOrder, Stability, Unfolding
+from ..lyapunov_schmidt import (
+    Equilibria,
+    FirstOrder,
+    Stability,
+    Unfolding,
+    UnfoldingStudy,
+)
 from . import _style
 
 _LABELS = {"delta": r"$\delta$", "lam": r"$\lambda$", "top": r"$\pi_1$"}
@@ -85,3 +92,22 @@ def branches_figure(
     ax.set_ylabel("kernel coordinate $u$")
     _style.legend(ax, given)
     return ax
+
+
+def study_figure(study: UnfoldingStudy) -> Figure:
+    """A whole study: eigenvalues along delta, lam and the top mass, and branches.
+
+    Args:
+        study: from `flowsim.lyapunov_schmidt.study_unfolding`.
+    """
+    figure = Figure(figsize=(7.2, 5.6), layout="constrained")
+    axes = figure.subplots(2, 2)
+    unfolding_figure(study.along_delta, first=study.first, ax=axes[0, 0])
+    branches_figure(study.branches, ax=axes[0, 1])
+    unfolding_figure(study.along_lam, parameter="lam", ax=axes[1, 0])
+    unfolding_figure(study.along_top, parameter="top", ax=axes[1, 1])
+    for ax, letter in zip(axes.flat, "abcd", strict=True):
+        ax.set_title(letter, loc="left", fontweight="bold", fontsize="large")
+    axes[0, 0].legend(fontsize="small", frameon=False)
+    axes[0, 1].legend(fontsize="small", frameon=False)
+    return figure

@@ -16,6 +16,7 @@ from ..stages import find_stages
 from .claims import Claim, Verification
 from .first_saddle import condensation_claims, escape_claims, origin_claims
 from .flows import dense, follow_escapes, observed_flow
+from .local_models import local_model_claims
 from .second_saddle import critical_point_claims, focus_claims, sign_claims
 from .whole_cycle import (
     approaches,
@@ -39,6 +40,7 @@ def verify(
     rtol: float = 1e-8,
     key: PRNGKeyArray | None = None,
     shipped: bool = True,
+    local_models: bool = True,
     announce: Callable[[str], None] | None = None,
 ) -> Verification:
     """Hold the predictions of the theory against measurement, one claim a row.
@@ -56,6 +58,9 @@ def verify(
         rtol: relative tolerance of all flows.
         key: of the random directions; `jax.random.key(0)` when absent.
         shipped: also measure the sign of c on the chains that come with the package.
+        local_models: also measure the three local models: the linearised flow, the
+            rank-one manifold, and the unfolding of its degenerate point, which is held
+            on three families of chains whatever `chain` is.
         announce: called with a few words before each group of claims.
 
     Raises:
@@ -128,6 +133,9 @@ def verify(
     found = approaches(large, small, plateau_scales)
     claims += plateau_claims(loss, run, found, plateau_scales)
     claims += repetition_claims(loss, find_stages(run, loss))
+    if local_models:
+        say("the local models")
+        claims += local_model_claims(loss, run)
     return Verification(tuple(claims))
 
 
