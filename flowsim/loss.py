@@ -16,7 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, ArrayLike, Float, Int
 
 from . import _trees
 from ._types import Scalar
@@ -114,10 +114,10 @@ class SampleLoss(eqx.Module):
 
     def __init__(
         self,
-        tokens: Int[Array, "N s"],
-        targets: Int[Array, " N"],
+        tokens: Int[ArrayLike, "N s"],
+        targets: Int[ArrayLike, " N"],
         *,
-        counts: Int[Array, "N d"] | None = None,
+        counts: Int[ArrayLike, "N d"] | None = None,
         chunk_size: int | None = None,
     ):
         given = {"tokens": (tokens, "(N, s)"), "targets": (targets, "(N,)")}

@@ -65,7 +65,8 @@ def test_draws_are_windows_of_the_text_drawn_uniformly():
     for last, target, counts in zip(*every_window(ids, 5), strict=True):
         kind = (last, target, *counts)
         known[kind] = known.get(kind, 0) + 1 / 55
-    rows = np.column_stack([drawn.tokens[:, 0], drawn.targets, drawn.counts])
+    columns = (drawn.tokens[:, 0], drawn.targets, drawn.counts)
+    rows = np.column_stack([np.asarray(column) for column in columns])
     seen, number = np.unique(rows, axis=0, return_counts=True)
     assert {tuple(row) for row in seen} == set(known)
     expected = np.array([known[tuple(row)] for row in seen])

@@ -399,7 +399,7 @@ def test_the_figure_has_six_panels_and_both_runs():
     assert len(figure.axes) == 6
     panel = figure.axes[2]
     ts = np.asarray(run.ts)
-    drawn = [line for line in panel.lines if len(line.get_xdata()) == len(ts)]
+    drawn = [line for line in panel.lines if np.size(line.get_xdata()) == len(ts)]
     assert len(drawn) == 2 * 3  # Two tokens and the mean, of both runs.
     np.testing.assert_array_equal(
         drawn[0].get_ydata(), np.asarray(run.observables.top_attention)[:, 0]

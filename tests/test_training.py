@@ -1,6 +1,7 @@
 """Training: the updates are the optimiser's, the record is that of a flow."""
 
 import sys
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -33,10 +34,11 @@ def literal(objective, model, optimiser, num_steps):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *path)
 
 
-def assert_same(one, other, **tolerances):
+def assert_same(one, other, **tolerances: Any):
     leaves = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     for x, y in leaves:
-        np.testing.assert_allclose(x, y, **({"rtol": 0, "atol": 0} | tolerances))
+        close: dict[str, Any] = {"rtol": 0, "atol": 0} | tolerances
+        np.testing.assert_allclose(x, y, **close)
 
 
 def small_text(num_tokens=2000):
@@ -191,6 +193,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         train(two_modes, model, rate, steps, every=every, checkpoint=file, **options)
 
     resume()
+    change: dict[str, Any]
     for change, message in (
         ({"rate": 0.2}, "another run"),
         ({"every": 3}, "another run"),

@@ -110,7 +110,7 @@ def _pair(
     else:
         ax.plot(ts, np.asarray(values(training)), **look)
     for flow in flows:
-        style = _FLOW | {"color": _darker(look["color"])}
+        style: dict[str, Any] = _FLOW | {"color": _darker(look["color"])}
         ax.plot(_style.times(flow), np.asarray(values(flow)), **style)
 
 
@@ -124,7 +124,7 @@ def _loss(ax: Axes, runs: Sequence[Trajectory], chain: MarkovChain) -> None:
     _pair(ax, runs[:1], lambda run: run.losses, 0, look)
     for flow in runs[1:]:
         # Grey would vanish on black: the flow is lighter and on top.
-        style = _FLOW | {"color": _style.PALETTE[4]}
+        style: dict[str, Any] = _FLOW | {"color": _style.PALETTE[4]}
         ax.plot(_style.times(flow), np.asarray(flow.losses), **style)
     ax.margins(y=0.08)
     _style.draw_levels(
@@ -175,7 +175,7 @@ def _tokens(
     if mean is not None:
         _pair(ax, runs[:1], lambda run: mean(run.observables), 0, _style.MEAN)
         for flow in runs[1:]:
-            style = _FLOW | {"color": "white"}
+            style: dict[str, Any] = _FLOW | {"color": "white"}
             ax.plot(_style.times(flow), np.asarray(mean(flow.observables)), **style)
 
 

@@ -140,8 +140,8 @@ def all_rows(
 ) -> tuple[Row, Int[Array, ""]]:
     """The whole run as one traced program; unused rows repeat the last one."""
     num_rows = -(-num_steps // every)
-    counts = (jnp.asarray(value, jnp.int32) for value in (num_steps, every))
-    _, rows = _block(problem, state, *counts, num_rows, num_steps)
+    last, step = (jnp.asarray(value, jnp.int32) for value in (num_steps, every))
+    _, rows = _block(problem, state, last, step, num_rows, num_steps)
     rows = jtu.tree_map(lambda a, b: jnp.concatenate([a[None], b]), first, rows)
     finite = jnp.isfinite(rows.loss) & jnp.isfinite(rows.grad_norm)
     new = jnp.concatenate([jnp.ones(1, bool), rows.step[1:] > rows.step[:-1]])

@@ -226,14 +226,15 @@ def _prepare(
             "optimiser must be a learning rate or an optax.GradientTransformation; "
             f"got {type(optimiser).__name__}."
         )
-    evaluated = objective if evaluate is None else evaluate
+    evaluated: Any = objective if evaluate is None else evaluate
     for function in (evaluated,) if draws else (evaluated, objective):
         value = jax.eval_shape(function, model)
         if getattr(value, "shape", None) != () or not jnp.issubdtype(
             value.dtype, jnp.floating
         ):
             raise ValueError(f"objective must return a real scalar; got {value}.")
-    return Problem(objective, evaluated, observe, rule, key), settings
+    source: Any = objective
+    return Problem(source, evaluated, observe, rule, key), settings
 
 
 def _as_array(leaf: Any) -> Any:
