@@ -272,6 +272,7 @@ def test_a_second_call_does_not_compile_again():
     assert [name for name in compiled if "backend_compile" in name]  # It does listen.
 
 
+@pytest.mark.slow
 def test_forward_and_reverse_derivatives_agree_with_finite_differences():
     def final_loss(target, save):
         # The target is data of the objective: both of its values share one program.

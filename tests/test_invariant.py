@@ -134,6 +134,7 @@ def test_reduced_and_full_flow_agree_and_the_full_one_stays(loss, frame, end):
     assert float(_trees.norm(apart)) < 1e-5
 
 
+@pytest.mark.slow
 def test_attention_and_redistributed_mass_grow_at_twice_the_focus_rate(
     loss, end, dilution
 ):
@@ -151,11 +152,13 @@ def test_attention_and_redistributed_mass_grow_at_twice_the_focus_rate(
     )
 
 
+@pytest.mark.slow
 def test_top_and_low_tokens_move_opposite_ways(loss, end, dilution):
     moved = np.asarray(dilution.gamma[-1] - dilution.gamma[0])
     assert moved[0] > 0 and np.all(moved[1:] < 0)
 
 
+@pytest.mark.slow
 def test_attention_leaves_the_top_token_when_gamma_changes_sign(loss, end, dilution):
     ts, pi = end.run.ts, loss.chain.stationary
     for token in range(1, VOCAB):
@@ -179,6 +182,7 @@ def test_spread_and_separation_of_embeddings_are_those_of_rows(loss, frame):
     assert float(seen.distance[0]) == pytest.approx(float(frame.distance(model)))
 
 
+@pytest.mark.slow
 def test_the_reduced_flow_ends_where_the_top_token_question_is_answered(
     loss, frame, end
 ):
@@ -194,6 +198,7 @@ def _loss_of(loss, model, M):
     return -loss.chain.pair_expectation(jax.nn.log_softmax(logits, axis=-1))
 
 
+@pytest.mark.slow
 def test_the_degenerate_point_has_the_check_values(end):
     np.testing.assert_allclose(end.reduced.gamma[0], 1.82932, atol=2e-4)
     np.testing.assert_allclose(end.reduced.gamma[1:], -0.52330, atol=2e-4)
@@ -202,6 +207,7 @@ def test_the_degenerate_point_has_the_check_values(end):
     np.testing.assert_allclose([end.reduced.q, end.reduced.kk], 1.08546, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_the_hessian_there_has_36_zeros_of_42_some_beyond_symmetry(end):
     spec = end.spectrum
     assert spec.values.size == 42

@@ -139,6 +139,7 @@ def exact_terms(name):
     return terms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_every_coefficient_up_to_third_order_is_exact(reduced, name):
     field = reduced[name][2]
@@ -154,6 +155,7 @@ def test_every_coefficient_up_to_third_order_is_exact(reduced, name):
             assert found == pytest.approx(expected.get(key, 0.0), abs=1e-11), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mu", "counts"),
     [
@@ -176,6 +178,7 @@ def test_all_equilibria_of_the_normal_forms_are_found(reduced, name, mu, counts)
     assert len(found) == sum(counts)
 
 
+@pytest.mark.slow
 def test_the_tetrahedral_system_has_9_equilibria_before_and_15_after(reduced):
     field = reduced["tetrahedron"][2]
     before, after = (equilibria(field, radius=0.3, delta=mu) for mu in (-1e-3, 1e-3))
@@ -210,6 +213,7 @@ def test_the_kernel_found_without_a_basis_gives_the_same_equilibria():
     np.testing.assert_allclose(distances, expected, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_the_range_equation_is_solved_exactly_away_from_the_point(reduced):
     family, splitting, field = reduced["two modes"]
     u, mu = jnp.array([0.05, -0.03]), 0.02
@@ -225,6 +229,7 @@ def test_the_range_equation_is_solved_exactly_away_from_the_point(reduced):
     np.testing.assert_allclose(w, solved.w, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_an_unsolved_range_equation_says_so(reduced):
     family, splitting, _ = reduced["two modes"]
     solved = solve_range(family, splitting, jnp.array([0.3, 0.2]), 0.1, max_steps=0)
@@ -259,6 +264,7 @@ def test_symmetry_directions_are_kept_out_of_the_kernel():
     ).complete
 
 
+@pytest.mark.slow
 def test_kernel_directions_not_asked_for_are_held(reduced):
     family = Hidden.of("two modes")
     splitting = split(family, jnp.zeros(family.size), kernel=family.kernel[:1])
@@ -301,6 +307,7 @@ def test_a_shifted_polynomial_is_the_same_function():
     np.testing.assert_allclose(field(u), direct, rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -324,6 +331,7 @@ def test_single_precision_is_refused():
         split(ring, jnp.zeros(3, jnp.float32))
 
 
+@pytest.mark.slow
 def test_results_print_short(reduced):
     _, splitting, field = reduced["two modes"]
     for result in (splitting, field, equilibria(field, radius=0.3, delta=1e-3)):

@@ -247,6 +247,7 @@ def test_points_of_equal_loss_are_one_if_a_symmetry_may_relate_them(tilt, num):
     assert float(hill.loss) == pytest.approx(1 / 16)
 
 
+@pytest.mark.slow
 def test_given_invariants_decide_which_points_of_equal_loss_are_one():
     objective = TwoSaddles(jnp.asarray(0.0))
     for invariants, num in ((lambda y: y[1], 1), (lambda y: y, 2)):
@@ -299,6 +300,7 @@ def factorised(y):
     return 0.5 * jnp.sum((target - y["B"] @ y["A"]) ** 2)
 
 
+@pytest.mark.slow
 def test_saddles_of_a_problem_too_large_to_diagonalise_take_few_products():
     # The exact flow from u = 1e-5 of both modes, as in `DeepLinearNetwork`, and beside
     # it what a random start leaves in the other directions.

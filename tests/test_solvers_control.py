@@ -22,6 +22,7 @@ def finite_rows(solution):
     return solution.ts[:num], jax.tree.map(lambda leaf: leaf[:num], solution.ys)
 
 
+@pytest.mark.slow
 def test_a_continued_solve_is_the_same_solve_bit_for_bit():
     saveat = diffrax.SaveAt(
         steps=True, solver_state=True, controller_state=True, made_jump=True
@@ -60,6 +61,7 @@ def test_a_continued_solve_is_the_same_solve_bit_for_bit():
     assert int(whole.controller_state.num_error_rejections) > 0
 
 
+@pytest.mark.slow
 def test_saved_times_and_dense_output_agree_and_join():
     ts = jnp.linspace(0.0, 12.0, 50)
     saveat = diffrax.SaveAt(ts=ts, dense=True)
@@ -117,6 +119,7 @@ def test_a_known_jump_restarts_the_history():
     assert int(aware.stats[rejected]) + 5 < int(unaware.stats[rejected])
 
 
+@pytest.mark.slow
 def test_steps_cut_short_from_outside_cost_little():
     ts = jnp.linspace(0.5, 9.5, 10)
     clip = diffrax.ClipStepSizeController(BDFController(1e-7, 1e-7), step_ts=ts)
@@ -142,6 +145,7 @@ def test_an_event_is_located_to_the_tolerance():
     assert abs(half_way(0.0, last(solution), None)) < 1e-7
 
 
+@pytest.mark.slow
 def test_lanes_of_a_batch_do_as_each_would_alone():
     starts = jnp.array([1e-6, 1e-4, 1e-2])
 

@@ -100,6 +100,7 @@ def test_short_solves_never_pay_for_a_renewal():
     np.testing.assert_array_equal(state.preconditioner(jnp.asarray(5.0))(rhs), rhs)
 
 
+@pytest.mark.slow
 def test_recycling_saves_products_in_a_solve_and_changes_nothing_else():
     matrix, _ = stiff_matrix()
 

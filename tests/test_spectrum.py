@@ -220,6 +220,7 @@ def test_second_critical_point_has_one_unstable_direction_per_key():
     np.testing.assert_allclose(weights["W0"], np.zeros(3), atol=1e-12)
 
 
+@pytest.mark.slow
 def test_matrix_free_agrees_with_dense_on_an_attention_model():
     chain = named_chain("default")
     objective = PopulationLoss(chain)
@@ -271,6 +272,7 @@ def test_zeros_at_a_critical_point_are_split_into_symmetry_and_degeneracy():
     assert int(spec.num_center) > 11
 
 
+@pytest.mark.slow
 def test_zeros_at_the_end_of_a_spectrum_are_explained_by_symmetry():
     # A bowl around a point: the zeros are the directions the loss does not see.
     chain = named_chain("default")
@@ -331,6 +333,7 @@ def test_a_users_symmetry_explains_a_users_zero():
 # Transformations, input, output.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dense", "matrix-free"])
 def test_jit_and_vmap_agree_with_single_calls(method):
     chain = named_chain("default")

@@ -69,6 +69,7 @@ def drawn_run(ts, ratios, attention, entropy):
     return dataclasses.replace(run, ts=jnp.asarray(ts), observables=seen)
 
 
+@pytest.mark.slow
 def test_events_are_the_crossings_and_extrema_of_the_curves():
     run = drawn_run(
         ts=[0.0, 10.0, 20.0, 30.0, 40.0, 50.0],
@@ -103,6 +104,7 @@ def test_what_does_not_happen_is_none():
 # Learning.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["default", "dense, focus"])
 def test_excess_losses_sum_to_the_loss_above_the_floor(name):
     chain, run = observed_flow(name)

@@ -261,6 +261,7 @@ def test_wrong_arguments_are_refused(change, message):
         train(**arguments)
 
 
+@pytest.mark.slow
 def test_long_sequences_bring_training_to_the_population_flow():
     """The step on a large batch of long windows is nearly that of the population."""
     chain = named_chain("default")

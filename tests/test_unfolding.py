@@ -82,17 +82,20 @@ def test_a_pattern_that_does_not_sum_to_zero_is_refused():
         TwoLevelFamily(TOP, LAM, [1.0, 0.0])
 
 
+@pytest.mark.slow
 def test_the_continued_points_are_critical_in_full_space(unfolded):
     assert bool(jnp.all(unfolded.converged))
     assert float(jnp.max(unfolded.grad_norms)) < 1e-14
 
 
+@pytest.mark.slow
 def test_the_largest_eigenvalue_over_delta_has_the_check_values(unfolded):
     slopes = np.asarray(unfolded.rates / unfolded.deltas)
     np.testing.assert_allclose(slopes[:2], [0.061467, 0.061542], atol=6e-7)
     np.testing.assert_allclose(unfolded.singular_values[0, 1], 2.56e-11, rtol=5e-3)
 
 
+@pytest.mark.slow
 def test_transverse_eigenvalues_are_the_singular_values(unfolded):
     both = np.sort(np.concatenate([unfolded.singular_values[-1] * s for s in (1, -1)]))
     values = np.asarray(unfolded.transverse[-1])
@@ -104,6 +107,7 @@ def test_transverse_eigenvalues_are_the_singular_values(unfolded):
     )
 
 
+@pytest.mark.slow
 def test_the_transverse_block_belongs_to_the_full_spectrum(family, frame, unfolded):
     at = jax.tree.map(lambda leaf: leaf[-1], unfolded.reduced)
     loss = PopulationLoss(family.chain(DELTAS[-1]))
@@ -112,6 +116,7 @@ def test_the_transverse_block_belongs_to_the_full_spectrum(family, frame, unfold
     np.testing.assert_allclose(values[-2:], float(unfolded.rates[-1]), rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_exponents_of_both_singular_values(unfolded):
     small = unfolded.singular_values[:, 0] - 0.0614662 * unfolded.deltas
     assert unfolded.exponent(unfolded.rates) == pytest.approx(1.0, abs=0.03)
@@ -123,6 +128,7 @@ def test_exponents_of_both_singular_values(unfolded):
     assert float(jnp.max(unfolded.tangential)) < 1e-14
 
 
+@pytest.mark.slow
 def test_the_slope_is_predicted_by_differentiating_the_continuation(
     family, frame, point, unfolded
 ):
@@ -137,10 +143,12 @@ def test_the_slope_is_predicted_by_differentiating_the_continuation(
     assert cosine(predicted.readout, [0.0, *PATTERN]) == pytest.approx(1.0, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_half_of_the_unstable_direction_is_embedding(unfolded):
     np.testing.assert_allclose(unfolded.embedding_weight, 0.5, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_beyond_a_larger_lam_the_point_is_unstable_within_the_manifold(
     frame, point, unfolded
 ):
@@ -221,10 +229,12 @@ def test_the_flow_leaves_along_the_new_direction_and_stays_without_delta(
     assert stayed.growth < 1.01 and abs(stayed.rate) < 1e-3 * rate
 
 
+@pytest.mark.slow
 def test_a_width_of_one_has_no_transverse_direction(family, point):
     with pytest.raises(ValueError, match="width must be at least 2"):
         unfold(family.chain, RankOneFrame(jnp.ones(1), jnp.ones(1)), point, [1e-3])
 
 
+@pytest.mark.slow
 def test_results_print_short(unfolded):
     assert 3 <= len(str(unfolded).splitlines()) < 12

@@ -38,6 +38,7 @@ def test_the_gradient_of_the_wide_model_lies_in_the_reduced_subspace():
         np.testing.assert_allclose(one, other, atol=1e-15)
 
 
+@pytest.mark.slow
 def test_the_flow_uses_it_unasked_and_the_solution_is_the_wide_one():
     loss = fs.PopulationLoss(fs.lazy_chain([0.7, 0.2, 0.1], 0.5))
     wide = wide_start()
