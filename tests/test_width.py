@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import flowsim as fs
 from flowsim.width import reduce_width
