@@ -1,6 +1,6 @@
 """How a result prints: a title and aligned rows, short whatever its size."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -35,3 +35,17 @@ def describe(value: Any) -> str:
         return f"{array[0]:.6g} ... {array[-1]:.6g}  ({array.size})"
     size = np.max(np.abs(array), initial=0.0)
     return f"{'x'.join(map(str, array.shape))}, at most {size:.3g}"
+
+
+def columns(table: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of equal width; numbers to the right, the first and last to the left."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    last = len(widths) - 1
+
+    def cell(text: str, position: int) -> str:
+        left = position in (0, last) and not text[:1].isdigit()
+        return text.ljust(widths[position]) if left else text.rjust(widths[position])
+
+    return [
+        "  ".join(cell(text, i) for i, text in enumerate(row)).rstrip() for row in table
+    ]

@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from . import plots, records
+from . import _summary, plots, records
 from .conservation import conserved_drift
 from .diagnostics import Diagnostics
 from .loss import PopulationLoss
@@ -62,15 +62,7 @@ def _states(run: Trajectory, stages: Stages) -> str:
         at = run.nearest(stage.end)
         numbers = (f"{float(values[at]):.4g}" for values in columns.values())
         rows.append((stage.name, f"{float(run.ts[at]):.5g}", *numbers))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
-    return "\n".join(lines)
+    return "\n".join(_summary.columns(rows))
 
 
 def write_cycle(

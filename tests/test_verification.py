@@ -4,6 +4,8 @@ import contextlib
 import io
 import json
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -259,6 +261,19 @@ def test_every_group_of_claims_is_in_the_table(report):
     for row in rows:
         holds = row["relative_error"] <= row["tolerance"]
         assert holds == (row["verdict"] == "agrees")
+
+
+@pytest.mark.slow
+def test_the_readme_shows_these_claims_with_these_verdicts(report):
+    _, _, rows, _ = report
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    shown = {}
+    for line in readme.splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if len(cells) == 6:
+            shown[cells[0].replace("\\|", "|")] = cells[-1]
+    for row in rows:
+        assert shown.get(row["statement"]) == row["verdict"], row["statement"]
 
 
 @pytest.mark.slow

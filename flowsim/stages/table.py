@@ -1,10 +1,11 @@
 """What a stage is, and how a list of stages prints."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
 
+from .. import _summary
 from ..visits import Ending
 from .cuts import Thresholds
 from .escape import EscapeFit
@@ -161,7 +162,7 @@ class Stages(eqx.Module):
         if attention:
             header += ["rank W0", "top attention", "attention to itself"]
         cells = [_cells(stage, attention) for stage in self.stages]
-        lines = _align([header, *cells])
+        lines = _summary.columns([header, *cells])
         if self.ending is not None:
             lines.append(f"the run has {Ending[self.ending]}")
         return "\n".join(lines)
@@ -212,17 +213,3 @@ def _tokens(changes: Changes) -> str:
         if token is not None and abs(change) >= 5e-4
     ]
     return ", ".join(parts)
-
-
-def _align(table: Sequence[Sequence[str]]) -> list[str]:
-    """Columns of equal width; numbers to the right, the first and last to the left."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    last = len(widths) - 1
-
-    def cell(text: str, position: int) -> str:
-        left = position in (0, last) and not text[:1].isdigit()
-        return text.ljust(widths[position]) if left else text.rjust(widths[position])
-
-    return [
-        "  ".join(cell(text, i) for i, text in enumerate(row)).rstrip() for row in table
-    ]
