@@ -211,7 +211,6 @@ def report(tmp_path_factory):
     """What `flowsim verify` prints, writes and returns, at a small width."""
     folder, said = tmp_path_factory.mktemp("verify") / "run", io.StringIO()
     arguments = ["verify", "--width", "4", "--output", str(folder), "--quiet"]
-    arguments += ["--no-local-models"]
     with pytest.raises(SystemExit) as end, contextlib.redirect_stdout(said):
         main(arguments)
     rows = json.loads((folder / "summary.json").read_text())["claims"]

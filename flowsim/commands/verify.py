@@ -22,9 +22,9 @@ class Verify:
     """Laziness of another lazy chain (dimensionless)."""
     width: int = 16
     """Embedding and key width."""
-    local_models: bool = True
-    """Measure the linearised flow, the rank-one manifold and the unfolding of its
-    degenerate point, on three families of chains; takes half the time."""
+    local_models: bool = False
+    """Also measure the linearised flow, the rank-one manifold and the unfolding of its
+    degenerate point, on three families of chains."""
     empirical: bool = False
     """Add training on text against the population flow, scaling laws and controls."""
     text: Path | None = None

@@ -40,7 +40,7 @@ def verify(
     rtol: float = 1e-8,
     key: PRNGKeyArray | None = None,
     shipped: bool = True,
-    local_models: bool = True,
+    local_models: bool = False,
     announce: Callable[[str], None] | None = None,
 ) -> Verification:
     """Hold the predictions of the theory against measurement, one claim a row.
