@@ -216,6 +216,7 @@ def test_conserved_quantities_are_carried_along():
     jax.tree.map(close, diagnose(chain, model).conserved, theory.conserved(model))
 
 
+@pytest.mark.slow
 def test_diagnostics_map_over_a_path_and_observe_a_flow():
     chain = named_chain(DEFAULT)
     loss = PopulationLoss(chain)
@@ -307,6 +308,7 @@ def test_embedding_components_are_the_eigenvectors_of_the_covariance():
     assert jnp.all(jnp.max(path.basis, axis=1) == jnp.max(jnp.abs(path.basis), axis=1))
 
 
+@pytest.mark.slow
 def test_embedding_path_has_no_nan_when_standing_still_or_one_dimensional():
     still = embedding_path(stacked(jnp.ones((3, 4, 5))))
     assert all_finite(still)

@@ -129,6 +129,7 @@ def test_every_second_step_is_every_second_step():
     assert len(second.ts) <= len(expected) + 1
 
 
+@pytest.mark.slow
 def test_saving_beyond_the_first_buffer_keeps_every_step():
     run = fs.gradient_flow(
         product, jnp.full(2, 1e-3), t1=20.0, save=1, solver=diffrax.Tsit5(), rtol=1e-14
@@ -234,6 +235,7 @@ def test_a_start_at_a_critical_point_stays_there():
     assert float(jnp.max(jnp.abs(run.models))) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", [None, 2, np.linspace(1.0, 9.0, 5)])
 def test_jit_gives_the_same_rows_and_pads_with_the_last_state(save):
     plain = fs.gradient_flow(product, jnp.full(2, 1e-2), t1=10.0, save=save)
@@ -248,6 +250,7 @@ def test_jit_gives_the_same_rows_and_pads_with_the_last_state(save):
     assert np.all(np.isfinite(jitted.losses))
 
 
+@pytest.mark.slow
 def test_lanes_of_a_vmap_are_the_single_runs_and_fail_alone():
     starts = jnp.array([[1e-3, 1e-3], [1e-2, 0.2], [jnp.nan, 1.0]])
     runs = jax.vmap(lambda y: fs.gradient_flow(product, y, t1=15.0))(starts)

@@ -169,6 +169,7 @@ def test_attention_leaves_the_top_token_when_gamma_changes_sign(loss, end, dilut
         assert float(dilution.top_attention[-1, token]) < float(pi[0])
 
 
+@pytest.mark.slow
 def test_spread_and_separation_of_embeddings_are_those_of_rows(loss, frame):
     model = random_model(symmetric_chain(), width=WIDTH, key_width=WIDTH)
     seen = watch_dilution(loss, frame, jax.tree.map(lambda leaf: leaf[None], model))

@@ -201,6 +201,7 @@ def test_the_tetrahedral_system_has_9_equilibria_before_and_15_after(reduced):
         )
 
 
+@pytest.mark.slow
 def test_the_kernel_found_without_a_basis_gives_the_same_equilibria():
     family = Hidden.of("two modes")
     splitting = split(family, jnp.zeros(family.size))
@@ -242,6 +243,7 @@ def ring(y, mu):
     return (radius - 1 + y[2] ** 2) ** 2 / 4 - mu * y[2] ** 2 / 2 + y[2] ** 4 / 4
 
 
+@pytest.mark.slow
 def test_symmetry_directions_are_kept_out_of_the_kernel():
     point = jnp.array([0.6, 0.8, 0.0])
 

@@ -49,6 +49,7 @@ def time_of_half(run, products, target):
     return np.interp(0.0, logit, run.ts)
 
 
+@pytest.mark.slow
 def test_one_product_is_half_learnt_at_the_exact_time_between_saddle_and_minimum():
     run = gradient_flow(SADDLE, jnp.full(2, 1e-6), t1=60.0, rtol=1e-10)
     products = np.asarray(run.models[:, 0] * run.models[:, 1])
@@ -59,6 +60,7 @@ def test_one_product_is_half_learnt_at_the_exact_time_between_saddle_and_minimum
     assert saddle.time < half < minimum.time
 
 
+@pytest.mark.slow
 def test_two_modes_visit_two_saddles_then_the_minimum():
     run = two_mode_run(1e-4)
     visits = find_saddles(run, two_modes)

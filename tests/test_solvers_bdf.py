@@ -100,6 +100,7 @@ def test_each_order_and_its_dense_output_converge_at_the_order(order):
 # --- Accuracy -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_tolerances_converge_through_two_saddles():
     network = DeepLinearNetwork([3.0, 2.0, 1.0])
     ts = jnp.linspace(0.5, 12.0, 24)
@@ -117,6 +118,7 @@ def test_tolerances_converge_through_two_saddles():
     assert np.all(np.diff(np.log10(errors)) < -1.4), errors
 
 
+@pytest.mark.slow
 def test_a_chain_of_double_wells_agrees_with_another_method():
     t1 = 400.0
     x = (jnp.arange(60.0) + 0.5) / 60.0

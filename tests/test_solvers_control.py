@@ -185,6 +185,7 @@ def test_a_rotation_that_comes_late_and_mixed_is_refused():
     assert 0.9 < solution.ts[-1] < 2.0
 
 
+@pytest.mark.slow
 def test_a_symmetric_jacobian_is_not_mistaken():
     matrix = jax.random.normal(jax.random.key(1), (40, 40))
     matrix = -(matrix @ matrix.T) * jnp.geomspace(1e-3, 1e3, 40)[:, None] ** 0.5

@@ -96,6 +96,7 @@ def test_opposite_pairs_are_told_apart():
     np.testing.assert_allclose(pairs.values[-4:], np.ones(4), rtol=1e-13)
 
 
+@pytest.mark.slow
 def test_a_tight_cluster_is_resolved():
     cluster = 1 + 1e-7 * np.random.default_rng(3).normal(size=32)
     values = np.r_[cluster, uniform(-1, 0.9, 368)]
@@ -251,6 +252,7 @@ def test_symmetry_directions_leave_every_loss_unchanged_to_first_order(scale_att
     assert float(jnp.min(jax.vmap(_trees.norm)(directions))) > 0.1
 
 
+@pytest.mark.slow
 def test_symmetry_rank_counts_independent_directions():
     chain = named_chain("default")
     generic = AttentionModel.init(

@@ -431,6 +431,7 @@ def test_best_rank_loss_falls_with_the_rank_down_to_the_floor(name):
     close(losses[2], chain.entropy_rate)
 
 
+@pytest.mark.slow
 @every_chain
 def test_best_logits_have_the_rank_and_are_stationary_on_its_manifold(name):
     chain = named_chain(name)
@@ -453,6 +454,7 @@ def test_best_logits_have_the_rank_and_are_stationary_on_its_manifold(name):
     assert jnp.min(competitors) > best.loss
 
 
+@pytest.mark.slow
 def test_unfinished_and_unconfirmed_searches_say_so():
     chain = named_chain(DEFAULT)
     short = theory.best_rank_loss(chain, 2, max_steps=5)
@@ -464,6 +466,7 @@ def test_unfinished_and_unconfirmed_searches_say_so():
     assert "no other start" in str(alone)
 
 
+@pytest.mark.slow
 def test_best_rank_loss_works_under_jit_and_vmap():
     pi = jnp.array([0.75, 0.19, 0.05, 0.01])
 

@@ -77,6 +77,7 @@ def test_gradient_descent_meets_the_flow_to_first_order_in_the_learning_rate():
     np.testing.assert_allclose(orders, 1.0, atol=0.05)
 
 
+@pytest.mark.slow
 def test_every_step_draws_its_own_batch_by_its_number():
     model, batches = random_model(named_chain("default")), small_text()
     objective = fs.PopulationLoss(named_chain("default"))
