@@ -39,6 +39,15 @@ class Outcome(eqx.Enumeration):
     interrupted = "interrupted from the keyboard"
 
 
+def ended_as_asked(outcome: Outcome) -> Bool[Array, "*batch"]:
+    """Whether a run ended at t1 or by its stop condition."""
+    return (
+        (outcome == Outcome.reached_t1)
+        | (outcome == Outcome.stationary)
+        | (outcome == Outcome.stopped)
+    )
+
+
 class Trajectory(eqx.Module):
     """Saved points of a run, in order of time.
 
@@ -76,11 +85,7 @@ class Trajectory(eqx.Module):
     @property
     def succeeded(self) -> Bool[Array, "*batch"]:
         """Whether the run ended as asked: at t1, or by its stop condition."""
-        return (
-            (self.outcome == Outcome.reached_t1)
-            | (self.outcome == Outcome.stationary)
-            | (self.outcome == Outcome.stopped)
-        )
+        return ended_as_asked(self.outcome)
 
     @property
     def final(self) -> Params:

@@ -15,9 +15,10 @@ from jaxtyping import Array, Float
 
 from .. import _trees
 from .._types import Params, Scalar
-from ..trajectory import Outcome, Trajectory, repeat_last
+from ..trajectory import Outcome, Trajectory, ended_as_asked, repeat_last
 from .blocks import Blocks
 from .problem import (
+    Measurement,
     Path,
     Problem,
     allowed_rise,
@@ -103,26 +104,15 @@ def as_trajectory(
         models = jtu.tree_map(
             lambda first, last: jnp.stack([first, last]), start, path.y_end
         )
-    outcome, loss_rise = _judge(
+    return _trajectory(
         problem,
         start,
-        path.y_end,
-        measured.loss,
-        measured.grad_norm,
-        path.outcome,
+        path,
         gradient_stop,
-    )
-    return Trajectory(
-        ts=ts,
-        models=jax.vmap(lambda y: restore(problem, y))(models),
-        losses=measured.loss,
-        grad_norms=measured.grad_norm,
-        observables=measured.observables,
-        outcome=outcome,
-        num_saved=path.count,
-        loss_rise=loss_rise,
-        stats=path.stats,
-        settings={},
+        ts,
+        jax.vmap(lambda y: restore(problem, y))(models),
+        measured,
+        (measured.loss, measured.grad_norm),
     )
 
 
@@ -136,28 +126,38 @@ def from_host(
         measured = path.rows
         ends = jtu.tree_map(lambda *rows: jnp.stack(rows), start, path.y_end)
         models = _restored(problem, ends)
-    outcome, loss_rise = _judge(
-        problem,
-        start,
-        path.y_end,
-        padded(measured.loss),
-        padded(measured.grad_norm),
-        path.outcome,
-        gradient_stop,
+    judged = padded(measured.loss), padded(measured.grad_norm)
+    run = _trajectory(
+        problem, start, path, gradient_stop, path.ts, models, measured, judged
     )
-    return jax.device_put(
-        Trajectory(
-            ts=path.ts,
-            models=models,
-            losses=measured.loss,
-            grad_norms=measured.grad_norm,
-            observables=measured.observables,
-            outcome=outcome,
-            num_saved=path.count,
-            loss_rise=loss_rise,
-            stats=path.stats,
-            settings={},
-        )
+    return jax.device_put(run)
+
+
+def _trajectory(
+    problem: Problem,
+    start: Params,
+    path: Path,
+    gradient_stop: bool,
+    ts: Any,
+    models: Params,
+    measured: Measurement,
+    judged: tuple[Float[Array, " rows"], Float[Array, " rows"]],
+) -> Trajectory:
+    """Judge losses and gradient norms, and put everything into its place."""
+    outcome, loss_rise = _judge(
+        problem, start, path.y_end, *judged, path.outcome, gradient_stop
+    )
+    return Trajectory(
+        ts=ts,
+        models=models,
+        losses=measured.loss,
+        grad_norms=measured.grad_norm,
+        observables=measured.observables,
+        outcome=outcome,
+        num_saved=path.count,
+        loss_rise=loss_rise,
+        stats=path.stats,
+        settings={},
     )
 
 
@@ -188,11 +188,6 @@ def _judge(
     loss_rise = jnp.max(losses[1:] - losses[:-1] - allowed)
     if gradient_stop:
         outcome = Outcome.where(outcome == Outcome.stopped, Outcome.stationary, outcome)
-    unaware = (
-        (outcome == Outcome.reached_t1)
-        | (outcome == Outcome.stationary)
-        | (outcome == Outcome.stopped)
-        | (outcome == Outcome.max_steps_reached)
-    )
+    unaware = ended_as_asked(outcome) | (outcome == Outcome.max_steps_reached)
     outcome = Outcome.where(unaware & (loss_rise > 0), Outcome.loss_increased, outcome)
     return outcome, loss_rise

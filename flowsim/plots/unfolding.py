@@ -108,6 +108,7 @@ def study_figure(study: UnfoldingStudy) -> Figure:
     unfolding_figure(study.along_top, parameter="top", ax=axes[1, 1])
     for ax, letter in zip(axes.flat, "abcd", strict=True):
         ax.set_title(letter, loc="left", fontweight="bold", fontsize="large")
-    axes[0, 0].legend(fontsize="small", frameon=False)
+    # Between the curves and round-off there is room.
+    axes[0, 0].legend(loc=(0.04, 0.18), fontsize="small", frameon=False)
     axes[0, 1].legend(fontsize="small", frameon=False)
     return figure
