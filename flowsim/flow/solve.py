@@ -113,8 +113,21 @@ def gradient_flow(
     Memory: the saved rows (at most 2,000 times n numbers by default, fewer rows beyond
     0.5 GB), up to three times, and one block of at most 512 rows.
 
-    Differentiation: with `save` given as times, reverse mode works for explicit
-    solvers; otherwise use forward mode.
+    Differentiation: in forward mode (`jax.jvp`, `jax.jacfwd`), with respect to the
+    start and to whatever the objective is made of; a time found by `stop` has
+    derivatives too. Explicit solvers with `save` given as times have reverse mode
+    (`jax.grad`) instead. The derivative of the final loss in the law of the tokens:
+
+    >>> import jax, flowsim as fs
+    >>> model = fs.AttentionModel.init(jax.random.key(0), vocab=3, width=4, scale=0.1)
+    >>> def final_loss(pi):
+    ...     loss = fs.PopulationLoss(fs.lazy_chain(pi, 0.5))
+    ...     return fs.gradient_flow(loss, model, t1=20.0).losses[-1]
+    >>> jax.jacfwd(final_loss)(jax.numpy.array([0.6, 0.3, 0.1])).shape
+    (3,)
+
+    And that of the time at which it has fallen to 0.95: with ``t1=40.0`` and
+    ``stop=lambda t, model: loss(model) - 0.95``, the same of ``run.ts[-1]``.
     """
     model = jtu.tree_map(_as_array, model)
     _trees.check_params(model)
