@@ -1,4 +1,4 @@
-"""The closed forms of the theory against automatic differentiation and integration."""
+"""The closed forms of the theory against automatic differentiation."""
 
 from typing import Any
 
@@ -7,63 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.linalg
 
 from flowsim import _trees, theory
-from flowsim.derivatives import gradient, hessian, hessian_vector_product
+from flowsim.derivatives import gradient, hessian_vector_product
 from flowsim.loss import PopulationLoss, SampleLoss
 from flowsim.markov import MarkovChain, lazy_chain, two_level_law
 from flowsim.model import AttentionModel
 
+from .comparisons import DEFAULT, close, every_chain, jacobian, largest, trees_close
 from .problems import CHAINS, named_chain, random_model
-
-every_chain = pytest.mark.parametrize("name", CHAINS)
-DEFAULT = "default"
-
-
-def close(x, y, tolerance=1e-12):
-    np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
-
-
-def trees_close(x, y, tolerance=1e-12):
-    jax.tree.map(lambda a, b: close(a, b, tolerance), x, y)
-
-
-def jacobian(chain, model):
-    return -hessian(PopulationLoss(chain), model)
-
-
-def flows(chain, starts, times, *, steps_per_unit=100):
-    """Classical Runge-Kutta with a fixed step: a reference independent of the package.
-
-    `starts` has a leading axis of starts; the paths have that axis and one of `times`,
-    which must be multiples of 1 / steps_per_unit.
-    """
-    loss = PopulationLoss(chain)
-    h = 1.0 / steps_per_unit
-    rows = np.array([round(steps_per_unit * t) for t in times])
-
-    def path(start):
-        flat, unravel = _trees.ravel(start)
-        velocity = jax.grad(lambda y: -loss(unravel(y)))
-
-        def step(y, _):
-            k1 = velocity(y)
-            k2 = velocity(y + 0.5 * h * k1)
-            k3 = velocity(y + 0.5 * h * k2)
-            k4 = velocity(y + h * k3)
-            return y + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4), y
-
-        _, points = jax.lax.scan(step, flat, length=rows[-1] + 1)
-        return jax.vmap(unravel)(points[rows])
-
-    return jax.jit(jax.vmap(path))(starts)
-
-
-def scaled(scales, model):
-    """Copies of the model times each of the scales, stacked."""
-    return jax.vmap(lambda s: _trees.scale(s, model))(jnp.asarray(scales))
-
 
 # Section 1: gradients.
 
@@ -90,10 +42,6 @@ def test_loss_falls_at_the_rate_of_the_squared_gradient_norm(name):
 
 
 # Section 2: conserved quantities.
-
-
-def largest(tree):
-    return max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(tree))
 
 
 @every_chain
@@ -137,79 +85,6 @@ def test_drift_is_the_largest_change_from_the_first_row():
 def test_drift_needs_a_time_axis():
     with pytest.raises(ValueError, match=r"time axis.*\(5,\)"):
         theory.conserved_drift(random_model(named_chain(DEFAULT)))
-
-
-# Section 3: the origin.
-
-
-@every_chain
-def test_origin_spectrum_is_plus_and_minus_mu_and_zeros(name):
-    chain = named_chain(name)
-    width = 3
-    origin = _trees.scale(0.0, random_model(chain, width=width))
-    assert largest(gradient(PopulationLoss(chain), origin)) == 0.0
-    values = jnp.linalg.eigvalsh(jacobian(chain, origin))
-    mu = theory.origin_rate(chain)
-    expected = np.zeros(values.size)
-    expected[:width], expected[-width:] = -mu, mu
-    close(values, expected, 1e-14)
-
-
-@every_chain
-def test_linearised_origin_flow_is_the_matrix_exponential(name):
-    chain = named_chain(name)
-    model = random_model(chain, width=3, key_width=2)
-    origin = _trees.scale(0.0, model)
-    start, unravel = _trees.ravel(model)
-    for t in (0.0, 0.3, 4.0):
-        propagator = scipy.linalg.expm(t * np.asarray(jacobian(chain, origin)))
-        trees_close(
-            theory.linearised_origin_flow(model, chain, t),
-            unravel(jnp.asarray(propagator @ start)),
-        )
-
-
-@every_chain
-def test_linearised_flow_condenses_onto_the_predicted_directions(name):
-    chain = named_chain(name)
-    model = random_model(chain)
-    predicted = theory.condensation_direction(model, chain)
-    t = 16.0 / theory.origin_rate(chain)
-    late = theory.linearised_origin_flow(model, chain, t)
-    size = predicted.amplitude * jnp.exp(16.0)
-    close(late.W0 / size, predicted.W0, 1e-5)
-    close(late.W1 / size, predicted.W1, 1e-5)
-    close(jnp.linalg.norm(predicted.alpha), 1.0)
-    close(jnp.linalg.norm(predicted.W0), 1.0)
-    close(jnp.linalg.norm(predicted.W1), 1.0)
-
-
-def test_true_flow_leaves_the_linearised_one_at_second_order_or_better():
-    # Lemma 3.1: the difference is O(eps^2 exp(2 mu t)) from distance eps.
-    chain = named_chain(DEFAULT)
-    unit_start = random_model(chain, width=3, key_width=2, scale=1.0)
-    scales = np.array([1e-2, 3e-3, 1e-3])
-    starts = scaled(scales, unit_start)
-    true = jax.tree.map(lambda leaf: leaf[:, 0], flows(chain, starts, [3.0]))
-    linear = jax.vmap(lambda m: theory.linearised_origin_flow(m, chain, 3.0))(starts)
-    differences = jax.vmap(_trees.norm)(_trees.subtract(true, linear))
-    orders = np.diff(np.log(differences)) / np.diff(np.log(scales))
-    assert np.all(orders > 1.95), orders
-
-
-def test_start_on_the_stable_manifold_has_no_condensation_direction():
-    chain = named_chain(DEFAULT)
-    model = random_model(chain)
-    excess = chain.stationary - 0.25
-    row = chain.stationary / jnp.linalg.norm(chain.stationary)
-    column = excess / jnp.linalg.norm(excess)
-    alpha = jnp.arange(1.0, 6.0)
-    model = eqx.tree_at(
-        lambda m: (m.W0, m.W1),
-        model,
-        (jnp.outer(row, alpha), -jnp.outer(alpha, column)),
-    )
-    assert theory.condensation_direction(model, chain).amplitude < 1e-14
 
 
 # Section 4: the second critical point.
@@ -370,116 +245,6 @@ def test_uniform_law_merges_the_first_two_saddles_without_nan():
     assert theory.escape_times(chain).origin == jnp.inf
     predicted = theory.condensation_direction(random_model(chain), chain)
     assert all(jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(predicted))
-
-
-@pytest.mark.slow
-def test_escape_times_grow_with_the_logarithm_of_the_scale():
-    chain = lazy_chain([0.6, 0.3, 0.1], 0.9)
-    unit_start = random_model(chain, width=2, key_width=1, scale=1.0)
-    predicted = theory.escape_times(chain)
-    levels = theory.plateaus(chain)
-    scales = (1e-6, 1e-8)
-    end = 1.2 * np.log(1 / scales[1]) * float(predicted.origin + predicted.focus)
-    times = np.arange(0.0, np.ceil(end), 0.2)
-    paths = flows(chain, scaled(scales, unit_start), times, steps_per_unit=10)
-    # Each stage ends when its order parameter passes a fixed level.
-    middle = 0.5 * (levels.origin + levels.second)
-    losses = jax.vmap(jax.vmap(PopulationLoss(chain)))(paths)
-    phi = jax.vmap(jax.vmap(AttentionModel.attention_logits))(paths)
-    attention = jnp.linalg.norm(phi, axis=(-2, -1))
-    escapes = [
-        [np.interp(0.0, level, times) for level in (middle - loss, size - 0.1)]
-        for loss, size in zip(
-            np.minimum.accumulate(losses, axis=1),
-            np.maximum.accumulate(attention, axis=1),
-            strict=True,
-        )
-    ]
-    (first, second), (first_late, second_late) = escapes
-    spread = np.log(scales[0] / scales[1])
-    np.testing.assert_allclose(
-        (first_late - first) / spread, predicted.origin, rtol=1e-3
-    )
-    np.testing.assert_allclose(
-        (second_late - second) / spread,
-        predicted.origin + predicted.focus,
-        rtol=1e-3,
-    )
-
-
-# Section 7: the best logits of bounded rank.
-
-
-def test_best_rank_loss_reproduces_the_later_plateaus_of_the_default_chain():
-    chain = named_chain(DEFAULT)
-    for rank, level in ((1, 0.63335989), (2, 0.56265472)):
-        best = theory.best_rank_loss(chain, rank)
-        assert best.outcome == theory.RankOutcome.converged
-        close(best.loss, level, 1e-8)
-        assert best.grad_norm < 1e-7
-        assert best.spread < 1e-12
-
-
-@every_chain
-def test_best_rank_loss_falls_with_the_rank_down_to_the_floor(name):
-    chain = named_chain(name)
-    losses = [theory.best_rank_loss(chain, rank).loss for rank in (1, 2, 3)]
-    assert losses[0] < chain.unigram_entropy
-    assert losses[1] < losses[0] - 1e-6
-    assert losses[2] < losses[1] - 1e-6
-    # Rank d - 1 suffices: a shift of a row of logits changes no prediction.
-    close(losses[2], chain.entropy_rate)
-
-
-@pytest.mark.slow
-@every_chain
-def test_best_logits_have_the_rank_and_are_stationary_on_its_manifold(name):
-    chain = named_chain(name)
-    best = theory.best_rank_loss(chain, 2)
-    values = jnp.linalg.svd(best.logits, compute_uv=False)
-    assert jnp.all(values[2:] < 1e-13 * values[0])
-
-    def loss(logits):
-        return -chain.pair_expectation(jax.nn.log_softmax(logits, axis=-1))
-
-    close(loss(best.logits), best.loss)
-    slope = jax.grad(loss)(best.logits)
-    left, _, right = jnp.linalg.svd(best.logits)
-    # The gradient lies in the normal space of the rank-two matrices.
-    assert jnp.max(jnp.abs(left[:, :2].T @ slope)) < 1e-7
-    assert jnp.max(jnp.abs(slope @ right[:2].T)) < 1e-7
-    # No sampled competitor of that rank is better.
-    U, V = jax.random.normal(jax.random.key(7), (2, 5000, 4, 2))
-    competitors = jax.vmap(loss)(jnp.einsum("nir,njr->nij", U, V))
-    assert jnp.min(competitors) > best.loss
-
-
-@pytest.mark.slow
-def test_unfinished_and_unconfirmed_searches_say_so():
-    chain = named_chain(DEFAULT)
-    short = theory.best_rank_loss(chain, 2, max_steps=5)
-    assert short.outcome == theory.RankOutcome.not_converged
-    assert short.grad_norm > short.tolerance
-    assert short.loss > theory.best_rank_loss(chain, 2).loss
-    alone = theory.best_rank_loss(chain, 2, num_starts=1)
-    assert alone.outcome == theory.RankOutcome.one_start
-    assert "no other start" in str(alone)
-
-
-@pytest.mark.slow
-def test_best_rank_loss_works_under_jit_and_vmap():
-    pi = jnp.array([0.75, 0.19, 0.05, 0.01])
-
-    @jax.jit
-    @jax.vmap
-    def batched(lam):
-        return theory.best_rank_loss(lazy_chain(pi, lam), 1)
-
-    lams = jnp.array([0.3, 0.5])
-    best = batched(lams)
-    assert jnp.all(best.outcome == theory.RankOutcome.converged)
-    for lam, loss in zip(lams, best.loss, strict=True):
-        close(theory.best_rank_loss(lazy_chain(pi, lam), 1).loss, loss)
 
 
 # Checks of arguments, results.
