@@ -1,7 +1,7 @@
 """One panel each: what a run did over time."""
 
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -31,8 +31,7 @@ def loss_figure(
         stages: stretches of time to shade and name.
         ax: where to draw; a new figure when absent.
     """
-    ax = _style.panel(ax)
-    _style.time_axis(ax, run, stages)
+    ax = _over_time(run, stages, ax)
     losses = np.asarray(run.losses)
     ax.plot(_style.times(run), losses, color="black", linewidth=1.8)
     marked = {} if levels is None else dict(levels)
@@ -61,9 +60,7 @@ def gradient_figure(
         stages: stretches of time to shade and name.
         ax: where to draw; a new figure when absent.
     """
-    ax = _style.panel(ax)
-    _style.time_axis(ax, run, stages)
-    ax.set_yscale("log", nonpositive="mask")
+    ax = _over_time(run, stages, ax, log=True)
     norms = np.asarray(run.grad_norms)
     ax.plot(_style.times(run), norms, color="black", linewidth=1.8)
     ax.set_ylabel("gradient norm $|\\nabla L|$\n(nats / parameter unit)")
@@ -86,9 +83,7 @@ def rank_figure(
         ax: where to draw; a new figure when absent.
     """
     given, seen = ax, _diagnostics(run)
-    ax = _style.panel(ax)
-    _style.time_axis(ax, run, stages)
-    ax.set_yscale("log", nonpositive="mask")
+    ax = _over_time(run, stages, ax, log=True)
     ts = _style.times(run)
     for number, (name, ratio) in enumerate(vars(seen.rank_ratio()).items()):
         label = rf"${name[0]}_{name[1]}$"
@@ -123,22 +118,17 @@ def attention_figure(
     """
     if on not in ("top", "self"):
         raise ValueError(f"on must be 'top' or 'self'; got {on!r}.")
-    given, seen = ax, _diagnostics(run, chain)
-    ax = _style.panel(ax)
-    _style.time_axis(ax, run, stages)
-    if on == "top":
-        values, mean = seen.top_attention, seen.mean_top_attention
+    seen, pi = _diagnostics(run, chain), np.asarray(chain.stationary)
+    if on == "self":
+        values, mean, target = seen.self_attention, seen.mean_self_attention, "itself"
     else:
-        values, mean = seen.self_attention, seen.mean_self_attention
-    _draw_tokens(ax, run, chain, values, mean)
+        values, mean = seen.top_attention, seen.mean_top_attention
+        target = _style.token_name(chain, int(np.argmax(pi)))
+    given, ax = ax, _tokens_over_time(run, chain, values, mean, stages, ax)
     ax.set_ylim(bottom=0)
     if on == "top":
-        pi = np.asarray(chain.stationary)
-        name = _style.token_name(chain, int(np.argmax(pi)))
         _style.draw_levels(ax, {r"$\pi$": float(pi.max())})
-        ax.set_ylabel(f"attention on {name}\n(probability)")
-    else:
-        ax.set_ylabel("attention on itself\n(probability)")
+    ax.set_ylabel(f"attention on {target}\n(probability)")
     _style.legend(ax, given, "query")
     return ax
 
@@ -159,10 +149,9 @@ def entropy_figure(
         stages: stretches of time to shade and name.
         ax: where to draw; a new figure when absent.
     """
-    given, seen = ax, _diagnostics(run, chain)
-    ax = _style.panel(ax)
-    _style.time_axis(ax, run, stages)
-    _draw_tokens(ax, run, chain, seen.attention_entropy, seen.mean_attention_entropy)
+    seen = _diagnostics(run, chain)
+    values, mean = seen.attention_entropy, seen.mean_attention_entropy
+    given, ax = ax, _tokens_over_time(run, chain, values, mean, stages, ax)
     _style.draw_levels(ax, {r"$H(\pi)$": float(chain.unigram_entropy)})
     ax.set_ylabel("attention entropy (nats)")
     _style.legend(ax, given, "query")
@@ -185,11 +174,9 @@ def norm_figure(
         stages: stretches of time to shade and name.
         ax: where to draw; a new figure when absent.
     """
-    given, seen = ax, _diagnostics(run, chain)
-    ax = _style.panel(ax)
-    _style.time_axis(ax, run, stages)
-    norms = np.asarray(seen.embedding_norms)
-    _draw_tokens(ax, run, chain, norms, norms @ np.asarray(chain.stationary))
+    norms = np.asarray(_diagnostics(run, chain).embedding_norms)
+    mean = norms @ np.asarray(chain.stationary)
+    given, ax = ax, _tokens_over_time(run, chain, norms, mean, stages, ax)
     ax.set_ylim(bottom=0)
     ax.set_ylabel("embedding norm\n(parameter units)")
     _style.legend(ax, given, "token")
@@ -213,9 +200,7 @@ def drift_figure(
         ax: where to draw; a new figure when absent.
     """
     given, seen = ax, _diagnostics(run)
-    ax = _style.panel(ax)
-    _style.time_axis(ax, run, stages)
-    ax.set_yscale("log", nonpositive="mask")
+    ax = _over_time(run, stages, ax, log=True)
     ts = _style.times(run)
     for number, (name, value) in enumerate(vars(seen.conserved).items()):
         change = np.abs(np.asarray(value) - np.asarray(value)[0])
@@ -260,12 +245,37 @@ def path_figure(
     return ax
 
 
-def _draw_tokens(ax, run, chain, values, mean) -> None:
+def _over_time(
+    run: Trajectory,
+    stages: Iterable[Stage] | None,
+    ax: Axes | None,
+    *,
+    log: bool = False,
+) -> Axes:
+    """An empty panel over the time of a run; with `log`, for values over decades."""
+    ax = _style.panel(ax)
+    _style.time_axis(ax, run, stages)
+    if log:
+        ax.set_yscale("log", nonpositive="mask")
+    return ax
+
+
+def _tokens_over_time(
+    run: Trajectory,
+    chain: MarkovChain,
+    values: Any,
+    mean: Any,
+    stages: Iterable[Stage] | None,
+    ax: Axes | None,
+) -> Axes:
+    """A panel with one curve for each token, or of the frequent ones and the mean."""
+    ax = _over_time(run, stages, ax)
     tokens = _style.shown_tokens(chain)
     all_shown = len(tokens) == chain.num_states
     _style.draw_tokens(
         ax, _style.times(run), values, tokens, None if all_shown else mean
     )
+    return ax
 
 
 def _diagnostics(run: Trajectory, chain: MarkovChain | None = None) -> Diagnostics:
