@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
-from tqdm import tqdm
 
 from .. import _trees
 from .._types import Params, Scalar
@@ -354,6 +353,8 @@ def _drive(
     progress: bool,
 ) -> Blocks:
     """The loop over blocks outside `jit`: progress, growth, interruption."""
+    from tqdm import tqdm  # Not needed to import flowsim.
+
     layout = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
     with tqdm(total=1.0, disable=not progress, bar_format=layout) as bar:
         try:

@@ -1,19 +1,21 @@
 """Optimiser steps as compiled programs: one step, a block of rows, a whole run."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import optax
 from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree
 
 from .._types import Objective, Params, Scalar
 from ..batches import Batches
 from ..derivatives import value_and_grad_norm
 from ..trajectory import repeat_last
+
+if TYPE_CHECKING:
+    import optax  # Named in types alone: it takes longer to load than flowsim.
 
 
 class GradientDescent(eqx.Module):
@@ -36,7 +38,7 @@ class Problem(eqx.Module):
     source: Objective | Batches
     evaluate: Objective
     observe: Callable[[Any], PyTree[Array]] | None
-    optimiser: GradientDescent | optax.GradientTransformation
+    optimiser: "GradientDescent | optax.GradientTransformation"
     key: PRNGKeyArray | None
 
 
@@ -89,7 +91,11 @@ def _take_step(problem: Problem, state: State) -> State:
         updates, optimiser = problem.optimiser.update(
             grads, state.optimiser, state.model
         )
-        model: Any = optax.apply_updates(state.model, updates)
+        model = jtu.tree_map(
+            lambda leaf, update: (leaf + update).astype(leaf.dtype),
+            state.model,
+            updates,
+        )
     finite = jnp.all(
         jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jtu.tree_leaves(model)])
     )

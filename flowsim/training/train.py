@@ -2,15 +2,13 @@
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-import optax
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
-from tqdm import tqdm
 
 from .. import _trees
 from .._types import Objective, Params
@@ -18,6 +16,9 @@ from ..batches import Batches
 from ..trajectory import Outcome, Trajectory
 from .checkpoint import Checkpoint, host, joined
 from .steps import GradientDescent, Problem, Row, State, all_rows, block_jit, start
+
+if TYPE_CHECKING:
+    import optax
 
 _MOST_ROWS = 2000
 _BUFFER_NUMBERS = 2**26  # Numbers of the default record, as for a flow.
@@ -28,7 +29,7 @@ _BLOCK_NUMBERS = 2**24  # Numbers in one block of rows.
 def train(
     objective: Objective | Batches,
     model: Params,
-    optimiser: float | optax.GradientTransformation,
+    optimiser: "float | optax.GradientTransformation",
     num_steps: int,
     *,
     key: PRNGKeyArray | None = None,
@@ -109,6 +110,8 @@ def _drive(
     file: Checkpoint | None,
 ) -> tuple[Row, Outcome]:
     """The loop over blocks outside `jit`: progress, checkpoints, interruption."""
+    from tqdm import tqdm  # Not needed to import flowsim.
+
     num_params = _trees.num_params(state.model)
     num_rows = max(1, min(_BLOCK_STEPS // every, _BLOCK_NUMBERS // num_params))
     limit, spacing = (jnp.asarray(value, jnp.int32) for value in (num_steps, every))
