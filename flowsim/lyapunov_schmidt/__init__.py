@@ -26,6 +26,7 @@ References:
 """
 
 from .equilibria import Equilibria, Stability, branches, equilibria
+from .families import ChainFamily, MetropolisFamily, TwoLevelFamily
 from .reduction import RangeSolution, reduced_field, solve_range
 from .splitting import At, Splitting, split
 from .study import (
@@ -38,18 +39,20 @@ from .taylor import Polynomial, TaylorField
 from .unfolding import (
     Departure,
     FirstOrder,
-    TwoLevelFamily,
     Unfolding,
     depart,
     first_order,
+    token_slopes,
     unfold,
 )
 
 __all__ = [
     "At",
+    "ChainFamily",
     "Departure",
     "Equilibria",
     "FirstOrder",
+    "MetropolisFamily",
     "Polynomial",
     "RangeSolution",
     "Splitting",
@@ -67,6 +70,7 @@ __all__ = [
     "solve_range",
     "split",
     "study_unfolding",
+    "token_slopes",
     "transverse_directions",
     "unfold",
 ]

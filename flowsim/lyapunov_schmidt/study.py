@@ -23,12 +23,12 @@ from ..loss import PopulationLoss
 from ..markov import MarkovChain
 from ..model import AttentionModel
 from .equilibria import Equilibria, branches
+from .families import ChainFamily, TwoLevelFamily
 from .reduction import reduced_field
 from .splitting import split
 from .taylor import TaylorField
 from .unfolding import (
     FirstOrder,
-    TwoLevelFamily,
     Unfolding,
     _dense,
     _orthogonal,
@@ -103,7 +103,7 @@ def transverse_directions(
 
 
 def reduced_unfolding(
-    family: TwoLevelFamily,
+    family: ChainFamily,
     frame: RankOneFrame,
     at: RankOneModel,
     first: FirstOrder,

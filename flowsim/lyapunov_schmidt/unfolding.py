@@ -35,52 +35,17 @@ from jaxtyping import Array, ArrayLike, Bool, Float, PRNGKeyArray
 
 from .. import _summary, _trees
 from .._curves import spline
-from .._types import RealLike, Scalar
+from .._types import RealLike
 from ..critical import find_critical_point
 from ..derivatives import gradient, hessian
 from ..flow import gradient_flow
 from ..invariant import RankOneFrame, RankOneModel, Reduced
 from ..loss import PopulationLoss, weighted_attention
-from ..markov import DenseKernel, LazyKernel, MarkovChain
+from ..markov import DenseKernel, MarkovChain
 from ..model import AttentionModel
 from ..trajectory import Outcome
+from .families import ChainFamily
 from .splitting import At
-
-
-class TwoLevelFamily(eqx.Module):
-    """Population losses of lazy chains on two-level laws, as a family in delta.
-
-        pi_1 = top,  pi_i = (1 - top) / (d - 1) + c_i delta
-        P = lam I + (1 - lam) 1 pi^T
-
-    Unchecked formulas, so that delta may be traced and differentiated; a law is a law
-    only while delta is small enough.
-    """
-
-    top: Float[Array, ""]
-    lam: Float[Array, ""]
-    pattern: Float[Array, " low"]
-
-    def __init__(self, top: RealLike, lam: RealLike, pattern: Sequence[float] | Array):
-        self.top, self.lam = jnp.asarray(top, float), jnp.asarray(lam, float)
-        self.pattern = jnp.asarray(pattern, float)
-        total = jnp.abs(jnp.sum(self.pattern))
-        if self.pattern.ndim != 1 or (
-            not _trees.is_traced(total) and float(total) > 1e-12
-        ):
-            raise ValueError(
-                "pattern must be a vector c_2 ... c_d that sums to zero; "
-                f"got {self.pattern}."
-            )
-
-    def chain(self, delta: RealLike) -> MarkovChain:
-        """The member at one delta."""
-        delta = jnp.asarray(delta, float)
-        low = (1 - self.top) / self.pattern.size + delta * self.pattern
-        return MarkovChain(LazyKernel(self.lam), jnp.concatenate([self.top[None], low]))
-
-    def __call__(self, model: AttentionModel, delta: RealLike) -> Scalar:
-        return PopulationLoss(self.chain(delta))(model)
 
 
 class Unfolding(eqx.Module):
@@ -228,7 +193,7 @@ def unfold(
 
 @eqx.filter_jit
 def first_order(
-    family: TwoLevelFamily,
+    family: ChainFamily,
     frame: RankOneFrame,
     at: RankOneModel,
     *,
@@ -251,7 +216,7 @@ def first_order(
 
     def pull(v, parameter):
         loss = PopulationLoss(family.chain(parameter))
-        return _slopes(loss, frame.lift(unravel(v)))[0]
+        return token_slopes(loss, frame.lift(unravel(v)))[0]
 
     matrix = jax.jacfwd(slope)(flat, delta)
     inverse = jnp.linalg.pinv(0.5 * (matrix + matrix.T), rtol=center_tol)
@@ -324,7 +289,7 @@ def _leave(frame: RankOneFrame, models: AttentionModel):
 def _examine(loss, frame: RankOneFrame, at: RankOneModel, normal):
     """Gradient norm, singular values, eigenvalues, and the most unstable direction."""
     point = frame.lift(at)
-    pull, turn = _slopes(loss, point)
+    pull, turn = token_slopes(loss, point)
     extra = jnp.stack([at.q * turn.T @ at.gamma, at.kk * turn @ at.gamma], axis=1)
     d, k = at.gamma.size, frame.key_direction.size
 
@@ -353,8 +318,8 @@ def _examine(loss, frame: RankOneFrame, at: RankOneModel, normal):
     )
 
 
-def _slopes(loss: PopulationLoss, model: AttentionModel):
-    """dL/dM and dL/dPhi."""
+def token_slopes(loss: PopulationLoss, model: AttentionModel):
+    """dL/dM and dL/dPhi, each (d, d), at a model."""
     law = loss.chain.stationary
 
     def of(M, Phi):

@@ -1,7 +1,8 @@
 """Claims: a prediction beside a measurement, and the verdict that follows from both."""
 
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -127,16 +128,16 @@ def depart(claim: Claim, corrected: Claim) -> Claim:
         f"{claim.note} Corrected: {corrected.statement}; predicted "
         f"{corrected.predicted:.6g}, measured {corrected.measured:.6g}."
     )
-    return Claim(
-        statement=claim.statement,
-        theorem=claim.theorem,
-        predicted=claim.predicted,
-        measured=claim.measured,
-        relative_error=claim.relative_error,
-        tolerance=claim.tolerance,
-        verdict=Verdict.differs if holds else Verdict.fails,
-        note=note.strip(),
-    )
+    verdict = Verdict.differs if holds else Verdict.fails
+    return dataclasses.replace(claim, verdict=verdict, note=note.strip())
+
+
+def named(name: str, claims: Iterable[Claim]) -> list[Claim]:
+    """The same claims with the name of what they are about before each statement."""
+    return [
+        dataclasses.replace(claim, statement=f"{name}: {claim.statement}")
+        for claim in claims
+    ]
 
 
 def _table(claims: tuple[Claim, ...]) -> list[str]:

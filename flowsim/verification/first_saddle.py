@@ -1,7 +1,7 @@
 """Claims about the origin: spectrum, condensation, and the times of both escapes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -84,47 +84,56 @@ def condensation_claims(escapes: Sequence[Escape]) -> list[Claim]:
     Each is an exponent: the slope of log(quantity) against log(eps) between the two
     smallest eps, so a positive one says that the quantity vanishes.
     """
-    last = escapes[-1]
-    first = f"eps = {last.scale:.0e}"
-    when = "when |W0| = sqrt(eps)"
-
-    def exponent(statement: str, order: float, values: Any, note: str) -> Claim:
-        quantities = [values(escape) for escape in escapes[-2:]]
-        ratio = math.log(last.scale / escapes[-2].scale)
-        measured = math.log(quantities[1] / quantities[0]) / ratio
-        return compare(
-            f"{statement} = O(eps^{order:g}): exponent",
-            _STAGE_I,
-            order,
-            measured if _reached(escapes) else math.nan,
-            0.01,
-            f"{note}; at {first}: {quantities[1]:.3e}",
-        )
-
+    when, smallest = "when |W0| = sqrt(eps)", escapes[-2:]
     return [
-        exponent(
+        _exponent(
             "condensation: W0/|W0| - pi alpha^T/|pi|",
             0.5,
+            smallest,
             lambda e: e.condensed[0],
             f"{when}, where the rest of W0, of size eps, is sqrt(eps) of it",
         ),
-        exponent(
+        _exponent(
             "condensation: W1/|W1| - alpha (pi - 1/d)^T/|pi - 1/d|",
             0.5,
+            smallest,
             lambda e: e.condensed[1],
             when,
         ),
-        exponent(
+        _exponent(
             "condensation: W0/|W0| - pi alpha^T/|pi| at T_I",
             1.0,
+            smallest,
             lambda e: e.embedding,
             "W0 keeps to the ray of pi beyond the linear regime",
         ),
-        exponent(
+        _exponent(
             "condensation: |(WQ, WK)| at T_I",
             1.0,
+            smallest,
             lambda e: e.attention,
             "attention is frozen at its initial size",
+        ),
+    ]
+
+
+def balance_claims(escapes: Sequence[Escape]) -> list[Claim]:
+    """What else is known at T_I: W1 has bent, and |W0| = |W1| up to O(eps^2)."""
+    return [
+        _exponent(
+            "condensation: W1/|W1| leaves its direction by T_I",
+            0.0,
+            escapes[-2:],
+            lambda e: e.bent,
+            "W1 bends, by as much for every eps, on the way to the ray of log pi",
+            scale=1.0,
+        ),
+        _exponent(
+            "balance: |W0| - |W1| at T_I",
+            2.0,
+            escapes[:2],
+            lambda e: e.imbalance,
+            "between the two largest eps, where it is far above the error of the flow",
         ),
     ]
 
@@ -164,6 +173,29 @@ def escape_claims(loss: PopulationLoss, escapes: Sequence[Escape]) -> list[Claim
             "T_II: |Phi| = 1/2",
         ),
     ]
+
+
+def _exponent(
+    statement: str,
+    order: float,
+    pair: Sequence[Escape],
+    values: Callable[[Escape], float],
+    note: str,
+    scale: float | None = None,
+) -> Claim:
+    """Slope of log(quantity) against log(eps) between two runs."""
+    large, small = (values(escape) for escape in pair)
+    ratio = math.log(pair[1].scale / pair[0].scale)
+    measured = math.log(small / large) / ratio
+    return compare(
+        f"{statement} = O(eps^{order:g}): exponent",
+        _STAGE_I,
+        order,
+        measured if _reached(pair) else math.nan,
+        0.01,
+        f"{note}; at eps = {pair[1].scale:.0e}: {small:.3e}",
+        scale=scale,
+    )
 
 
 def _reached(escapes: Sequence[Escape]) -> bool:

@@ -35,7 +35,9 @@ class Escape(eqx.Module):
         condensed: distance of (W0/|W0|, W1/|W1|) from the predicted directions when
             |W0| = sqrt(eps), in the linear regime.
         embedding: distance of W0/|W0| from its predicted direction at T_I.
+        bent: distance of W1/|W1| from its predicted direction at T_I.
         attention: norm of (WQ, WK) at T_I.
+        imbalance: | |W0| - |W1| | at T_I.
         alignment: cosine between Phi and pi pi^T when |Phi| = sqrt(eps).
         succeeded: whether the run reached its end.
     """
@@ -45,7 +47,9 @@ class Escape(eqx.Module):
     time_focus: float
     condensed: tuple[float, float]
     embedding: float
+    bent: float
     attention: float
+    imbalance: float
     alignment: float
     succeeded: bool
 
@@ -75,6 +79,7 @@ class Curves(eqx.Module):
         log_embedding, log_attention: log |W0| and log |Phi|.
         distances: of W0/|W0| and W1/|W1| from their directions of condensation.
         attention: norm of (WQ, WK).
+        imbalance: |W0| - |W1|.
         alignment: cosine between Phi and pi pi^T.
     """
 
@@ -82,6 +87,7 @@ class Curves(eqx.Module):
     log_attention: Float[Array, "*t"]
     distances: Float[Array, "*t 2"]
     attention: Float[Array, "*t"]
+    imbalance: Float[Array, "*t"]
     alignment: Float[Array, "*t"]
 
 
@@ -99,6 +105,7 @@ class Watch(eqx.Module):
             log_attention=_log_norm(scores),
             distances=jnp.stack([jnp.linalg.norm(_unit(x) - u) for x, u in pairs]),
             attention=jnp.sqrt(jnp.sum(model.WQ**2) + jnp.sum(model.WK**2)),
+            imbalance=jnp.linalg.norm(model.W0) - jnp.linalg.norm(model.W1),
             alignment=jnp.sum(_unit(scores) * _unit(jnp.outer(self.law, self.law))),
         )
 
@@ -148,7 +155,9 @@ def follow_escapes(
             read(run, curves.distances[:, 1], early),
         ),
         embedding=read(run, curves.distances[:, 0], first),
+        bent=read(run, curves.distances[:, 1], first),
         attention=read(run, curves.attention, first),
+        imbalance=abs(read(run, curves.imbalance, first)),
         alignment=read(run, curves.alignment, aligned),
         succeeded=bool(run.succeeded),
     )

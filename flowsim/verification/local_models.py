@@ -3,6 +3,8 @@
 The lemma and the growth on the manifold are measured on any chain. What the paper says
 about dilution's end and about stage IV is measured on families of chains around ones
 that treat their low-frequency tokens alike (see `flowsim.verification.unfolding`).
+Stages I and II need no such symmetry: `member_claims` holds them, by the functions that
+serve the default chain, on a member of a family whose low tokens are well apart.
 """
 
 import math
@@ -11,19 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import _trees, theory
-from .._curves import crossings
 from ..flow import gradient_flow
 from ..invariant import (
-    DegeneratePoint,
-    Dilution,
     RankOneFrame,
     RankOneModel,
     Reduced,
     degenerate_point,
-    growth_rate,
     invariance_defect,
     lift_path,
     manifold_start,
@@ -36,14 +33,21 @@ from ..linearised import (
     predict_exit,
 )
 from ..loss import PopulationLoss
-from ..lyapunov_schmidt import unfold
+from ..lyapunov_schmidt import ChainFamily, unfold
 from ..model import AttentionModel
 from ..trajectory import Outcome, Trajectory
-from .claims import Claim, compare
-from .flows import dense
+from .claims import Claim, compare, named
+from .dilution import dilution_claims, growth_claims, picture_claims, spread_claims
+from .early_stages import (
+    early_claims,
+    follow,
+    further_claims,
+    random_direction,
+    scaled,
+)
+from .flows import dense, observed_flow
 from .unfolding import (
     FAMILIES,
-    Family,
     degenerate_claims,
     departure_claims,
     unfolding_claims,
@@ -55,26 +59,54 @@ _WIDTH = (
 )
 _DELTAS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 _ATTENTION = 1e-4
+# Stages I and II on a member: delta is half of a low token's mass and more, so that
+# all tokens are well apart; the two largest eps are for what is small in eps^2, the
+# two smallest for limits. The end lies beyond the first new direction.
+_APART, _SCALES, _END = 0.05, (1e-2, 1e-3, 1e-6, 1e-8), 1500.0
 
 
 def local_model_claims(
     loss: PopulationLoss,
     run: Trajectory | None = None,
-    families: Mapping[str, Callable[[], Family]] = FAMILIES,
+    families: Mapping[str, Callable[[], ChainFamily]] = FAMILIES,
+    *,
+    announce: Callable[[str], None] = lambda _: None,
 ) -> list[Claim]:
-    """The lemma and the manifold on one chain; stages III and IV on the families.
+    """The lemma and the manifold on one chain; everything else on the families.
 
     Args:
         loss: population loss of the chain (in dense form, to share compiled code).
         run: a whole cycle of that chain, for the picture of the embeddings.
-        families: by name.
+        families: by name; stages I and II are held on members of all but the first,
+            which is of the kind of the default chain.
+        announce: called with a few words before each group of claims.
     """
     claims = lemma_claims(loss) + manifold_claims(loss)
     if run is not None:
         claims += picture_claims(loss, run)
-    for name, make in families.items():
-        claims += family_claims(name, make(), flow=make is FAMILIES["lazy, d = 4"])
+    for number, (name, make) in enumerate(families.items()):
+        announce(name)
+        family = make()
+        if number > 0:
+            claims += named(name, member_claims(family))
+        claims += family_claims(name, family)
     return claims
+
+
+def member_claims(family: ChainFamily) -> list[Claim]:
+    """Stages I and II, the lemma, the manifold and the embeddings' picture."""
+    loss = PopulationLoss(dense(family.chain(_APART)))
+    start_key, attention_key = jax.random.split(jax.random.key(0))
+    direction = random_direction(loss, start_key, width=loss.chain.num_states)
+    escapes = follow(loss, direction, _SCALES, rtol=1e-8)
+    run = observed_flow(loss, scaled(direction, _SCALES[1]), t1=_END, rtol=1e-8)
+    return [
+        *early_claims(loss, direction, escapes, attention_key),
+        *further_claims(loss, direction, escapes),
+        *lemma_claims(loss),
+        *manifold_claims(loss),
+        *picture_claims(loss, run),
+    ]
 
 
 def lemma_claims(loss: PopulationLoss) -> list[Claim]:
@@ -180,178 +212,26 @@ def manifold_claims(loss: PopulationLoss) -> list[Claim]:
             "normal part at a random point of it; scale: |grad L|",
             scale=slope,
         ),
-        *_growth_claims("rank-one manifold", run.ts, seen, rate, bool(run.succeeded)),
+        *growth_claims("rank-one manifold", run.ts, seen, rate, bool(run.succeeded)),
     ]
     # Tokens are named by frequency where the pictures are about the top one.
     if int(jnp.argmax(loss.chain.stationary)) == 0:
-        claims += _spread_claims("rank-one manifold", seen, bool(run.succeeded))
+        claims += spread_claims("rank-one manifold", seen, bool(run.succeeded))
     return claims
 
 
-def _spread_claims(name: str, seen: Dilution, succeeded: bool) -> list[Claim]:
-    """The embeddings' picture in numbers: low tokens about their mean, and the top."""
-    spread, apart = (np.asarray(x) for x in (seen.spread, seen.separation))
-    listed = ", ".join(
-        f"{spread[row]:.4f} and {apart[row]:.4f}" for row in (0, len(spread) // 2, -1)
-    )
-    return [
-        compare(
-            f"{name}: the top token's embedding moves away from the low ones",
-            _STAGE_III,
-            1.0,
-            np.sign(apart[-1] - apart[0]) if succeeded else math.nan,
-            0.0,
-            "sign of the change of its distance from their mean; spread of the low "
-            f"tokens and distance at the first, middle and last point: {listed}",
-        ),
-    ]
-
-
-def picture_claims(loss: PopulationLoss, run: Trajectory) -> list[Claim]:
-    """The embeddings of a whole cycle as numbers: contraction, then expansion.
-
-    The spread of the low-frequency tokens' embeddings about their mean, over the
-    distance of the top token's from it, whatever directions they lie in.
-    """
-    seen = watch_dilution(loss, RankOneFrame.nearest(run.model_at(0)), run.models)
-    ratio = np.asarray(seen.spread) / np.asarray(seen.separation)
-    pi, ts = np.asarray(loss.chain.stationary), np.asarray(run.ts)
-    low = pi[1:]
-    level = float(loss.chain.unigram_entropy)
-    focus = int(np.argmin(np.abs(np.asarray(run.losses) - level)))
-    least = focus + int(np.argmin(ratio[focus:]))
-    start, smallest, end = (float(ratio[row]) for row in (focus, least, -1))
-    good = bool(run.succeeded)
-    when = f"{ts[focus]:.4g}, {ts[least]:.4g} and {ts[-1]:.4g}"
-    note = (
-        "spread of the low tokens' embeddings over their distance from the top one at "
-        f"t = {when}: {start:.4f}, {smallest:.4f}, {end:.4f}"
-    )
-    return [
-        compare(
-            "embeddings: at theta_c^1 spread over distance is that of pi",
-            _STAGE_III,
-            np.std(low) / (pi[0] - np.mean(low)),
-            start if good else math.nan,
-            0.02,
-            f"where the loss is H(pi), t = {ts[focus]:.4g}",
-        ),
-        compare(
-            "embeddings: low tokens contract in dilution",
-            _STAGE_III,
-            -1.0,
-            np.sign(smallest - 0.5 * start) if good else math.nan,
-            0.0,
-            f"sign, against half of the value at theta_c^1; {note}",
-        ),
-        compare(
-            "embeddings: low tokens spread as new directions open",
-            "stage IV",
-            1.0,
-            np.sign(end - 2.0 * smallest) if good else math.nan,
-            0.0,
-            f"sign, against twice the smallest; {note}",
-        ),
-    ]
-
-
-def family_claims(name: str, family: Family, *, flow: bool = False) -> list[Claim]:
-    """Stages III and IV on one family.
-
-    Args:
-        name: of the family.
-        family: its chains.
-        flow: also flow from the unfolded point, and from the degenerate one.
-    """
+def family_claims(name: str, family: ChainFamily) -> list[Claim]:
+    """Stages III and IV on one family."""
     loss = PopulationLoss(dense(family.chain(0.0)))
     frame = _frame()
     start = manifold_start(loss, frame, attention=_ATTENTION)
     end = degenerate_point(loss, frame, start=start, rtol=1e-9)
-    claims = dilution_claims(name, loss, end) + degenerate_claims(name, loss, end)
     found = unfold(family.chain, frame, end.reduced, _DELTAS)
-    claims += unfolding_claims(name, family, end, found)
-    if flow:
-        claims += departure_claims(name, family, end, found)
-    return claims
-
-
-def dilution_claims(
-    name: str, loss: PopulationLoss, end: DegeneratePoint
-) -> list[Claim]:
-    """Focus, mass redistribution and dilution along the reduced flow."""
-    run = end.run
-    seen = watch_dilution(loss, end.frame, lift_path(end.frame, run.models))
-    rate, ts = abs(float(theory.focus_rate(loss.chain))), run.ts
-    top = float(loss.chain.stationary[0])
-    low = range(1, loss.chain.num_states)
-    zeros = [crossings(ts, seen.gamma[:, token]) for token in low]
-    leaves = [crossings(ts, seen.top_attention[:, token], top) for token in low]
-    crossed = [bool(zero.size) for zero in zeros]
-    gaps = [
-        abs(zero[0] - leave[-1]) if zero.size and leave.size else math.nan
-        for zero, leave in zip(zeros, leaves, strict=True)
-    ]
-    when = float(zeros[0][0]) if crossed[0] else math.nan
-    moved = np.asarray(seen.gamma[-1] - seen.gamma[0])
-    attention = np.asarray(seen.top_attention[:, 1])
     return [
-        *_growth_claims(f"{name}: dilution", ts, seen, rate, bool(run.succeeded)),
-        *_spread_claims(f"{name}: dilution", seen, bool(run.succeeded)),
-        compare(
-            f"{name}: top and low tokens move opposite ways",
-            _STAGE_III,
-            -1.0,
-            np.max(np.sign(moved[0]) * np.sign(moved[1:])),
-            0.0,
-            f"sign of gamma's change, top times low; top {moved[0]:+.4f}, low "
-            f"{moved[1]:+.4f}",
-        ),
-        compare(
-            f"{name}: gamma_i of every low token passes through zero",
-            _STAGE_III,
-            len(low),
-            sum(crossed),
-            0.0,
-            f"first at t = {when:.5g} from attention {_ATTENTION:g}",
-        ),
-        compare(
-            f"{name}: attention leaves the top token as gamma_i = 0",
-            _STAGE_III,
-            0.0,
-            np.max(gaps),
-            1e-4,
-            f"largest difference of the two times; scale: that time, t = {when:.5g}; "
-            f"A_21: {top:g}, at most {attention.max():.4f}, finally "
-            f"{attention[-1]:.4f}",
-            scale=when if when > 0 else 1.0,
-        ),
-    ]
-
-
-def _growth_claims(
-    name: str, ts: Any, seen: Dilution, rate: float, succeeded: bool
-) -> list[Claim]:
-    product = growth_rate(ts, seen.attention_product, (1e-6, 1e-4))
-    # The mass follows q kk once its own transient has died out.
-    mass = growth_rate(ts, seen.redistributed, (3e-5, 3e-4))
-    how = f"c from the closed form: {rate:.6g}; rates fitted where small"
-    return [
-        compare(
-            f"{name}: q kk grows at 2 |c|",
-            _STAGE_III,
-            2 * rate,
-            product if succeeded else math.nan,
-            5e-3,
-            how,
-        ),
-        compare(
-            f"{name}: mass moved between top and low grows at 2 |c|",
-            _STAGE_III,
-            2 * rate,
-            mass if succeeded else math.nan,
-            1e-2,
-            "(1 - pi_1) gamma_1 - pi_1 sum_i gamma_i",
-        ),
+        *dilution_claims(name, loss, end, attention=_ATTENTION),
+        *degenerate_claims(name, loss, end),
+        *unfolding_claims(name, family, end, found),
+        *departure_claims(name, family, end, found),
     ]
 
 

@@ -106,6 +106,25 @@ def critical_point_claims(loss: PopulationLoss, like: AttentionModel) -> list[Cl
     ]
 
 
+def prediction_claims(loss: PopulationLoss, like: AttentionModel) -> list[Claim]:
+    """At theta_c^1 every token predicts pi."""
+    chain = loss.chain
+    point = theory.second_critical_point(
+        chain, width=like.width, key_width=like.key_width
+    )
+    return [
+        compare(
+            "theta_c^1: every token predicts pi",
+            _STAGE_II,
+            0.0,
+            np.max(np.abs(np.asarray(loss.predictions(point) - chain.stationary))),
+            _ROUND_OFF,
+            "largest difference of p_i and pi; scale 1",
+            scale=1.0,
+        ),
+    ]
+
+
 def focus_claims(
     loss: PopulationLoss,
     like: AttentionModel,

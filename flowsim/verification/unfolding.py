@@ -7,7 +7,7 @@ tokens with an uneven pattern.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,50 +15,27 @@ import numpy as np
 
 from ..invariant import DegeneratePoint
 from ..loss import PopulationLoss
-from ..lyapunov_schmidt import TwoLevelFamily, Unfolding, depart, first_order
-from ..markov import MarkovChain, metropolis_chain, two_level_law
+from ..lyapunov_schmidt import (
+    ChainFamily,
+    MetropolisFamily,
+    TwoLevelFamily,
+    Unfolding,
+    depart,
+    first_order,
+    token_slopes,
+)
 from ..trajectory import Outcome
 from .claims import Claim, compare, depart as depart_from_paper
 
 _STAGE_IV = "stage IV"
 
 
-class Family(NamedTuple):
-    """Chains set apart by delta around one that treats its low tokens alike.
-
-    Attributes:
-        chain: the member at one delta.
-        pattern: c_2 ... c_d.
-        smooth: the same family as a differentiable objective, where it is one.
-    """
-
-    chain: Callable[[float], MarkovChain]
-    pattern: tuple[float, ...]
-    smooth: TwoLevelFamily | None
-
-
-def lazy_family(top: float, lam: float, pattern: tuple[float, ...]) -> Family:
-    """Lazy chains on two-level laws."""
-    smooth = TwoLevelFamily(top, lam, pattern)
-    return Family(smooth.chain, pattern, smooth)
-
-
-def metropolis_family(top: float, pattern: tuple[float, ...]) -> Family:
-    """Metropolis chains on two-level laws; not differentiable at delta = 0."""
-
-    def chain(delta: float) -> MarkovChain:
-        law = two_level_law(
-            vocab=len(pattern) + 1, top=top, delta=delta, pattern=pattern
-        )
-        return metropolis_chain(law)
-
-    return Family(chain, pattern, None)
-
-
-FAMILIES: Mapping[str, Callable[[], Family]] = {
-    "lazy, d = 4": lambda: lazy_family(0.7, 0.5, (1.0, 0.0, -1.0)),
-    "Metropolis, d = 4": lambda: metropolis_family(0.7, (1.0, 0.0, -1.0)),
-    "lazy, d = 6, uneven": lambda: lazy_family(0.6, 0.5, (1.0, 0.5, 0.25, -0.75, -1.0)),
+FAMILIES: Mapping[str, Callable[[], ChainFamily]] = {
+    "lazy, d = 4": lambda: TwoLevelFamily(0.7, 0.5, (1.0, 0.0, -1.0)),
+    "Metropolis, d = 4": lambda: MetropolisFamily(0.7, (1.0, 0.0, -1.0)),
+    "lazy, d = 6, uneven": lambda: TwoLevelFamily(
+        0.6, 0.5, (1.0, 0.5, 0.25, -0.75, -1.0)
+    ),
 }
 
 
@@ -70,6 +47,7 @@ def degenerate_claims(
     spec, gamma = end.spectrum, end.reduced.gamma
     values, d = np.asarray(spec.values), loss.chain.num_states
     stable = 2 * (d - 1)
+    slopes = token_slopes(loss, end.model)
     return [
         compare(
             f"{name}: degenerate point: |grad L| = 0 in full space",
@@ -78,6 +56,15 @@ def degenerate_claims(
             end.grad_norm,
             1e-11,
             f"polished on the manifold to {float(end.polished.grad_norm):.1e}; scale 1",
+            scale=1.0,
+        ),
+        compare(
+            f"{name}: degenerate point: dL/dM = 0 and dL/dPhi = 0",
+            _STAGE_IV,
+            0.0,
+            max(float(jnp.max(jnp.abs(slope))) for slope in slopes),
+            1e-11,
+            "largest entry; scale 1",
             scale=1.0,
         ),
         compare(
@@ -113,7 +100,7 @@ def degenerate_claims(
 
 
 def unfolding_claims(
-    name: str, family: Family, end: DegeneratePoint, found: Unfolding
+    name: str, family: ChainFamily, end: DegeneratePoint, found: Unfolding
 ) -> list[Claim]:
     """Eigenvalues, exponents and directions at the continued points."""
     deltas, rates = np.asarray(found.deltas), np.asarray(found.rates)
@@ -127,7 +114,16 @@ def unfolding_claims(
         return float(number) if converged else math.nan
 
     largest = np.asarray(found.singular_values[:, 0])
-    claims = [
+    return [
+        compare(
+            f"{name}: unfolding: the point persists on the manifold",
+            _STAGE_IV,
+            0.0,
+            checked(jnp.max(found.grad_norms)),
+            1e-12,
+            f"largest |grad L| in full space, {span}; scale 1",
+            scale=1.0,
+        ),
         compare(
             f"{name}: unfolding: transverse eigenvalue = sigma_1(dL/dM)",
             _STAGE_IV,
@@ -164,12 +160,8 @@ def unfolding_claims(
             1e-6,
             "the rest is in W1: attention takes no part",
         ),
+        *_first_order_claims(name, family, end, found, checked),
     ]
-    if family.smooth is not None:
-        claims += _first_order_claims(
-            name, family.smooth, family.pattern, end, found, checked
-        )
-    return claims
 
 
 def _second_value(name, deltas, second, checked) -> list[Claim]:
@@ -200,13 +192,13 @@ def _second_value(name, deltas, second, checked) -> list[Claim]:
     return [depart_from_paper(claim, higher)]
 
 
-def _first_order_claims(name, smooth, c, end, found, checked) -> list[Claim]:
-    predicted = first_order(smooth, end.frame, end.reduced)
+def _first_order_claims(name, family, end, found, checked) -> list[Claim]:
+    predicted = first_order(family, end.frame, end.reduced)
     slope = float(predicted.slopes[0])
     deltas = np.asarray(found.deltas)
     excess = np.asarray(found.rates) / deltas - slope
-    pattern = np.asarray(c)
-    # delta -> -delta only renames tokens: even in delta.
+    pattern = np.asarray(family.pattern)
+    # delta -> -delta only renames tokens: even in delta, where it is smooth.
     odd = np.allclose(np.sort(pattern), np.sort(-pattern))
     order = 2.0 if odd else 1.0
     gamma, d = np.asarray(end.reduced.gamma), len(pattern) + 1
@@ -255,7 +247,7 @@ def _first_order_claims(name, smooth, c, end, found, checked) -> list[Claim]:
 
 
 def departure_claims(
-    name: str, family: Family, end: DegeneratePoint, found: Unfolding
+    name: str, family: ChainFamily, end: DegeneratePoint, found: Unfolding
 ) -> list[Claim]:
     """The flow leaves the manifold at the predicted rate; with delta = 0 it stays."""
     rate, delta = float(found.rates[-1]), float(found.deltas[-1])

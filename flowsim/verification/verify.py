@@ -10,14 +10,19 @@ from jaxtyping import PRNGKeyArray
 from .. import corpus
 from ..loss import PopulationLoss
 from ..markov import MarkovChain, lazy_chain
-from ..model import AttentionModel
 from ..saddles import find_saddles
 from ..stages import find_stages
 from .claims import Claim, Verification
-from .first_saddle import condensation_claims, escape_claims, origin_claims
-from .flows import dense, follow_escapes, observed_flow
+from .early_stages import (
+    early_claims,
+    follow,
+    further_claims,
+    random_direction,
+    scaled,
+)
+from .flows import dense, observed_flow
 from .local_models import local_model_claims
-from .second_saddle import critical_point_claims, focus_claims, sign_claims
+from .second_saddle import sign_claims
 from .whole_cycle import (
     approaches,
     conservation_claims,
@@ -59,8 +64,9 @@ def verify(
         key: of the random directions; `jax.random.key(0)` when absent.
         shipped: also measure the sign of c on the chains that come with the package.
         local_models: also measure the three local models: the linearised flow, the
-            rank-one manifold, and the unfolding of its degenerate point, which is held
-            on three families of chains whatever `chain` is.
+            rank-one manifold, and the unfolding of its degenerate point, on three
+            families of chains whatever `chain` is; and stages I and II on a member of
+            each family but the first.
         announce: called with a few words before each group of claims.
 
     Raises:
@@ -88,31 +94,17 @@ def verify(
     loss = PopulationLoss(dense(chain))
     key = jax.random.key(0) if key is None else key
     start_key, attention_key = jax.random.split(key)
-    direction = AttentionModel.init(
-        start_key,
-        vocab=chain.num_states,
-        width=width,
-        key_width=key_width,
-        scale=1.0,
-    )
+    direction = random_direction(loss, start_key, width=width, key_width=key_width)
     say = (lambda _: None) if announce is None else announce
     claims: list[Claim] = []
 
     say("one whole cycle")
-    start = jax.tree.map(lambda leaf: scale * leaf, direction)
-    run = observed_flow(loss, start, t1=t1, rtol=rtol)
+    run = observed_flow(loss, scaled(direction, scale), t1=t1, rtol=rtol)
     claims += conservation_claims(loss, run)
 
-    say("the origin and theta_c^1")
-    claims += origin_claims(loss, direction)
-    second = critical_point_claims(loss, direction)
-
-    say("escape times")
-    escapes = [follow_escapes(loss, direction, eps, rtol) for eps in scales]
-    claims += condensation_claims(escapes)
-    claims += second
-    claims += focus_claims(loss, direction, escapes, attention_key)
-    claims += escape_claims(loss, escapes)
+    say("the origin, theta_c^1 and the escapes from both")
+    escapes = follow(loss, direction, scales, rtol)
+    claims += early_claims(loss, direction, escapes, attention_key)
     if shipped:
         say("the shipped chains")
         claims += sign_claims(_shipped_chains(), attention_key)
@@ -120,13 +112,7 @@ def verify(
     say("saddles and stages of the cycle")
     large, small = (
         find_saddles(
-            observed_flow(
-                loss,
-                jax.tree.map(lambda leaf, eps=eps: eps * leaf, direction),
-                t1=t1,
-                rtol=rtol,
-            ),
-            loss,
+            observed_flow(loss, scaled(direction, eps), t1=t1, rtol=rtol), loss
         )
         for eps in plateau_scales
     )
@@ -135,7 +121,8 @@ def verify(
     claims += repetition_claims(loss, find_stages(run, loss))
     if local_models:
         say("the local models")
-        claims += local_model_claims(loss, run)
+        claims += further_claims(loss, direction, escapes)
+        claims += local_model_claims(loss, run, announce=say)
     return Verification(tuple(claims))
 
 
