@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 
 from . import plots, records
-from .empirical import Control, TextStudy, agreement, attraction, excess_by_band
+from .empirical import (
+    Control,
+    Departure,
+    TextStudy,
+    agreement,
+    attraction,
+    excess_by_band,
+)
 from .report import describe_chain, environment
 from .trajectory import Outcome
 
@@ -19,7 +26,10 @@ _UNTIL = 200.0  # Flow time up to which training and flow are compared.
 
 
 def train_text(
-    study: TextStudy, controls: Sequence[Control], tokens: Sequence[str] = ()
+    study: TextStudy,
+    controls: Sequence[Control],
+    tokens: Sequence[str] = (),
+    departures: Sequence[Departure] = (),
 ) -> str:
     """All tables of a study, as Markdown."""
     chain, training = study.setting.chain, study.training
@@ -58,7 +68,29 @@ def train_text(
             "",
             records.markdown_table(control.row() for control in controls),
         ]
+    if departures:
+        parts += [
+            "Control eps -> 0: which way attention goes first, population flow",
+            "",
+            records.markdown_table(
+                row for departure in departures for row in departure.rows()
+            ),
+            *map(_verdict, departures),
+        ]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _verdict(departure: Departure) -> str:
+    """What c predicts for eps -> 0, and what is seen."""
+    seen = ", ".join(
+        f"{'rises' if change > 0 else 'falls'} from {scale:g}"
+        for scale, change in zip(departure.scales, departure.changes, strict=True)
+    )
+    predicted = "rises" if departure.focus_rate > 0 else "falls"
+    return (
+        f"eps -> 0 beside {departure.start}: c = {departure.focus_rate:.4g} predicts "
+        f"that attention on the top token {predicted}; it {seen}."
+    )
 
 
 def _agreement_lines(study: TextStudy) -> list[str]:
@@ -82,6 +114,7 @@ def write_train(
     command: Mapping[str, Any],
     text: str,
     tokens: Sequence[int] | None,
+    departures: Sequence[Departure] = (),
 ) -> None:
     """Write summary, both runs, tables and figure into a run folder."""
     chain, training, flow = study.setting.chain, study.training, study.flow
@@ -113,6 +146,7 @@ def write_train(
             for band in excess_by_band(training, chain)
         ],
         "controls": [control.row() for control in controls],
+        "eps to zero": [row for departure in departures for row in departure.rows()],
         "settings": training.settings,
         "environment": environment(),
     }

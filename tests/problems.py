@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from flowsim.diagnostics import diagnose
 from flowsim.flow import gradient_flow
 from flowsim.loss import PopulationLoss
 from flowsim.markov import MarkovChain, lazy_chain, metropolis_chain
@@ -122,3 +123,19 @@ def default_cycle(eps):
     objective = PopulationLoss(named_chain("default"))
     model = AttentionModel.init(jax.random.key(0), vocab=4, width=16, scale=eps)
     return objective, gradient_flow(objective, model, t1=2e4)
+
+
+@functools.cache
+def observed_flow(name="default", t1=150.0):
+    """A chain of `CHAINS` and its flow, watched by `diagnose`."""
+    chain = named_chain(name)
+    # Dense for all, so that one compiled flow serves them.
+    loss = PopulationLoss(MarkovChain(chain.transition, chain.stationary))
+    model = AttentionModel.init(jax.random.key(0), vocab=4, width=8, scale=1e-2)
+    observe = jax.tree_util.Partial(diagnose, loss)
+    return chain, gradient_flow(loss, model, t1=t1, observe=observe)
+
+
+# A text of eight words, for what reads one.
+
+STORY = "the cat saw the dog . the dog ran . a cat ran to the dog .\n"

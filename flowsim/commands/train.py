@@ -58,8 +58,8 @@ class Train:
     tokens: tuple[str, ...] = ()
     """Query tokens to draw. Default: the four most frequent."""
     controls: bool = False
-    """Also train on shuffled text and by Adam, and follow the flow without bigrams and
-    from smaller initial parameters."""
+    """Also train on shuffled text and by Adam, and follow the flow without bigrams,
+    from smaller initial parameters, and from theta_c^1."""
     checkpoint: Path | None = None
     """File to keep the training in; if it exists, the training goes on from it."""
     output: Path = Path("runs/train")
@@ -109,7 +109,7 @@ def run_train(options: Train) -> int:
         )
     except records.CheckpointError as error:
         refuse(str(error))
-    controls = ()
+    controls, departures = (), ()
     if options.controls:
         controls = empirical.controls(
             setting,
@@ -118,11 +118,25 @@ def run_train(options: Train) -> int:
             adam_rate=_RATES["adam"] if sgd else rate,
             announce=say,
         )
+        if say is not None:
+            say("control: eps -> 0")
+        departures = (
+            empirical.leave_second_point(setting.chain),
+            empirical.leave_origin(setting.chain),
+        )
     seconds = time.perf_counter() - began
     folder = records.prepare_folder(options.output, force=options.force)
-    text = text_report.train_text(study, controls, _FOLLOWED + options.tokens)
+    text = text_report.train_text(
+        study, controls, _FOLLOWED + options.tokens, departures
+    )
     text_report.write_train(
-        folder, study, controls, given(options) | {"seconds": seconds}, text, tokens
+        folder,
+        study,
+        controls,
+        given(options) | {"seconds": seconds},
+        text,
+        tokens,
+        departures,
     )
     print(text)
     print(

@@ -16,10 +16,19 @@ Left out: drawing (`flowsim.plots`) and printing.
 """
 
 from .controls import Control, controls
+from .departure import Departure, leave_origin, leave_second_point
 from .events import Events, find_events
 from .learning import Band, attention_received, attraction, excess_by_band, excess_loss
 from .matrices import StageTimes, same_law_chains, shuffled_rows, stage_times
-from .scaling import ScalingLaw, aligned_error, context_law, sample_law
+from .runs import draw_start, follow_flow, train_on
+from .scaling import (
+    BurstShifts,
+    ScalingLaw,
+    aligned_error,
+    burst_shifts,
+    context_law,
+    sample_law,
+)
 from .study import TextStudy, agreement, study_text
 from .texts import (
     TextSetting,
@@ -32,7 +41,9 @@ from .texts import (
 
 __all__ = [
     "Band",
+    "BurstShifts",
     "Control",
+    "Departure",
     "Events",
     "ScalingLaw",
     "StageTimes",
@@ -42,13 +53,18 @@ __all__ = [
     "aligned_error",
     "attention_received",
     "attraction",
+    "burst_shifts",
     "context_law",
     "controls",
     "download_setting",
+    "draw_start",
     "excess_by_band",
     "excess_loss",
     "find_events",
     "find_text",
+    "follow_flow",
+    "leave_origin",
+    "leave_second_point",
     "read_setting",
     "same_law_chains",
     "sample_law",
@@ -57,4 +73,5 @@ __all__ = [
     "shuffled_rows",
     "stage_times",
     "study_text",
+    "train_on",
 ]

@@ -1,6 +1,5 @@
 """Controls: what is left of the events when their supposed cause is taken away."""
 
-import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -8,18 +7,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import PRNGKeyArray
 
 from .. import theory
-from ..diagnostics import diagnose
-from ..flow import gradient_flow
 from ..loss import PopulationLoss
 from ..markov import MarkovChain, lazy_chain
 from ..model import AttentionModel
-from ..training import train
 from ..trajectory import Trajectory
 from .events import Events, find_events
+from .learning import batch_size
+from .runs import draw_start, follow_flow, train_on
 from .texts import TextSetting, shuffled
 
 
@@ -76,46 +73,32 @@ def controls(
     population flows; the others are trained. The smaller the start, the longer the flow
     is followed: condensation alone takes log(1/eps) / mu.
     """
+    import optax  # Here: it takes longer to load than flowsim.
+
     say = (lambda _: None) if announce is None else announce
-    start_key, batch_key = jax.random.split(jax.random.key(0) if key is None else key)
-    model = AttentionModel.init(
-        start_key,
-        vocab=setting.chain.num_states,
-        width=width,
-        scale=scale,
-        dtype=dtype,
+    model, batch_key = draw_start(
+        setting.chain, width=width, scale=scale, dtype=dtype, key=key
     )
     time = learning_rate * num_steps
 
     def trained(name: str, setting: TextSetting, optimiser: Any) -> Control:
         say(f"control: {name}")
-        loss = PopulationLoss(setting.chain)
-        run = train(
-            setting.batches(length=length, size=batch),
+        run = train_on(
+            setting,
             model,
             optimiser,
             num_steps,
+            length=length,
+            batch=batch,
             key=batch_key,
-            evaluate=loss,
-            observe=ft.partial(diagnose, loss),
-            every=max(1, num_steps // 500),
         )
         return _control(name, setting.chain, run)
 
     def flowed(name: str, chain: MarkovChain, factor: float) -> Control:
         say(f"control: {name}")
-        loss = PopulationLoss(chain)
         longer = 1 + np.log(1 / factor) / np.log(1 / scale)
-        run = gradient_flow(
-            loss,
-            jax.tree.map(
-                lambda leaf: factor * leaf.astype(jnp.result_type(float)), model
-            ),
-            t1=time * longer,
-            rtol=1e-6,
-            observe=ft.partial(diagnose, loss),
-        )
-        return _control(name, chain, run)
+        start = jax.tree.map(lambda leaf: factor * leaf, model)
+        return _control(name, chain, follow_flow(chain, start, time * longer))
 
     pi, tokens = setting.chain.stationary, setting.chain.tokens
     return (
@@ -146,5 +129,7 @@ def _control(name: str, chain: MarkovChain, run: Trajectory) -> Control:
 @eqx.filter_jit
 def _highest(chain: MarkovChain, models: AttentionModel):
     loss = PopulationLoss(chain)
-    highest = jax.lax.map(lambda m: jnp.max(loss.attention(m)), models, batch_size=64)
+    highest = jax.lax.map(
+        lambda m: jnp.max(loss.attention(m)), models, batch_size=batch_size(chain)
+    )
     return jnp.max(highest)

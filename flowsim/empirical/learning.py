@@ -13,7 +13,12 @@ from ..markov import MarkovChain
 from ..model import AttentionModel
 from ..trajectory import Trajectory
 
-_BATCH = 64  # Rows looked at together: each needs a few (d, d) matrices.
+_BATCH_NUMBERS = 2**22  # Each row looked at needs a few (d, d) matrices.
+
+
+def batch_size(chain: MarkovChain) -> int:
+    """How many rows of a run to look at together, so that memory stays bounded."""
+    return min(64, max(1, _BATCH_NUMBERS // chain.num_states**2))
 
 
 @eqx.filter_jit
@@ -30,7 +35,7 @@ def attention_received(
         attention = loss.attention(model)
         return chain.stationary.astype(attention.dtype) @ attention
 
-    return jax.lax.map(at, models, batch_size=_BATCH)
+    return jax.lax.map(at, models, batch_size=batch_size(chain))
 
 
 @eqx.filter_jit
@@ -55,7 +60,7 @@ def excess_loss(
         terms = jnp.where(P > 0, P * (log_P - log_p), 0.0)
         return jnp.sum(terms, axis=1), (pi @ terms) / pi
 
-    return jax.lax.map(at, models, batch_size=_BATCH)
+    return jax.lax.map(at, models, batch_size=batch_size(chain))
 
 
 class Band(eqx.Module):

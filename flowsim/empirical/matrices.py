@@ -4,12 +4,12 @@ Condensation sees pi alone, so it takes the same time for all of them; what foll
 set by the chain's own c, in sign and speed.
 """
 
-import functools as ft
 from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Bool, PRNGKeyArray
 
@@ -157,14 +157,13 @@ def _times(
         model,
         t1=2 * float(np.log(1 / scale)) * (1 / mu + 1 / abs(c)),
         rtol=1e-6,
-        observe=ft.partial(_watch, loss),
+        observe=jtu.Partial(_watch, loss),
         stop=_past_focus,
     )
     ts, losses = np.asarray(run.ts), np.asarray(run.losses)
     half = 0.5 * (np.log(chain.num_states) + float(chain.unigram_entropy))
     condensation = crossing(ts, losses, half, 0, falling=True)
-    strength = np.asarray(run.observables["strength"])
-    focus = crossing(ts, strength, 0.5, 0, falling=False)
+    focus = crossing(ts, np.asarray(run.observables["strength"]), 0.5, 0, falling=False)
     change = None
     if focus is not None:
         attention = np.asarray(run.observables["attention on top token"])
@@ -175,14 +174,15 @@ def _times(
 def _watch(loss: PopulationLoss, model: AttentionModel) -> dict[str, Scalar]:
     pi = loss.chain.stationary
     attention = pi @ loss.attention(model)[:, jnp.argmax(pi)]
-    return {"strength": _strength(model), "attention on top token": attention}
+    return {"strength": strength(model), "attention on top token": attention}
 
 
-def _strength(model: AttentionModel) -> Scalar:
+def strength(model: AttentionModel) -> Scalar:
+    """|Phi|, the Frobenius norm of the attention logits."""
     return jnp.sqrt(jnp.sum(model.attention_logits() ** 2))
 
 
 def _past_focus(t: Scalar, model: AttentionModel) -> Bool[Array, ""]:
     """Whether the focus is over: what follows takes long, and is not asked for."""
     del t
-    return _strength(model) > 0.6
+    return strength(model) > 0.6

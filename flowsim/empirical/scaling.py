@@ -1,5 +1,7 @@
 """How fast finite contexts and finite samples approach the population limit."""
 
+from typing import Any
+
 import diffrax
 import equinox as eqx
 import jax
@@ -41,6 +43,35 @@ class ScalingLaw(eqx.Module):
         )
 
 
+class BurstShifts(eqx.Module):
+    """The flow on finite contexts against the limit, past a burst.
+
+    Attributes:
+        lengths: s.
+        shifts: time of the limit's state that is closest, minus the time looked at
+            (flow time); negative: the run lags.
+        aligned_errors: relative distance of the parameters to that state.
+        errors: relative distance at equal times.
+    """
+
+    lengths: tuple[int, ...]
+    shifts: Float[np.ndarray, " sizes"]
+    aligned_errors: Float[np.ndarray, " sizes"]
+    errors: Float[np.ndarray, " sizes"]
+
+    def __str__(self) -> str:
+        parts = (self.shifts, self.aligned_errors, self.errors)
+        return _summary.aligned(
+            "BurstShifts (shift, error after aligning, error at equal times)",
+            {
+                str(length): f"{shift:7.2f}   {aligned:.4g}   {error:.4g}"
+                for length, shift, aligned, error in zip(
+                    self.lengths, *parts, strict=True
+                )
+            },
+        )
+
+
 def context_law(
     chain: MarkovChain,
     model: Params,
@@ -57,6 +88,51 @@ def context_law(
     both alike, by an amount that would hide the 1/s (see `sample_law`). The windows of
     all lengths are the last parts of the same sequences.
     """
+    losses, endless = _contexts(chain, lengths, num_windows, key)
+    limit = _end(endless, model, t1)
+    errors = [relative_distance(_end(loss, model, t1), limit) for loss in losses]
+    return _law(lengths, np.array(errors))
+
+
+def burst_shifts(
+    chain: MarkovChain,
+    model: Params,
+    *,
+    time: float = 150.0,
+    lengths: tuple[int, ...] = (16, 32, 64, 128, 256),
+    num_windows: int = 2**14,
+    key: PRNGKeyArray,
+) -> BurstShifts:
+    """How far the flow on windows of length s lags behind a burst of the limit.
+
+    Past a burst the states at equal times are far apart, but those at aligned times
+    (`aligned_error`) are less so. The reference is that of `context_law`: a run that
+    lags finds its state in the reference's past.
+    """
+    losses, endless = _contexts(chain, lengths, num_windows, key)
+    # Rows so dense that the shift is not one of the solver's steps.
+    times = np.linspace(0.0, 1.2 * time, 1201)
+    reference = _flow(endless, model, times[-1], save=times)
+    shifts, aligned, direct = [], [], []
+    for loss in losses:
+        run = _flow(loss, model, time)
+        shift, error = aligned_error(run, reference, time)
+        there = reference.model_at(reference.nearest(time))
+        shifts.append(shift)
+        aligned.append(error)
+        direct.append(relative_distance(run.final, there))
+    return BurstShifts(
+        lengths=lengths,
+        shifts=np.array(shifts),
+        aligned_errors=np.array(aligned),
+        errors=np.array(direct),
+    )
+
+
+def _contexts(
+    chain: MarkovChain, lengths: tuple[int, ...], num_windows: int, key: PRNGKeyArray
+) -> tuple[list[SampleLoss], SampleLoss]:
+    """The last parts of the same windows, and the windows of infinite length."""
     sequences = sampled_text(
         chain, key, num_windows * (max(lengths) + 1), num_streams=num_windows
     )
@@ -68,9 +144,7 @@ def context_law(
         sequences[:, -1],
         counts=np.tile(frequencies.astype(np.int32), (num_windows, 1)),
     )
-    limit = _end(endless, model, t1)
-    errors = [relative_distance(_end(loss, model, t1), limit) for loss in losses]
-    return _law(lengths, np.array(errors))
+    return losses, endless
 
 
 def sample_law(
@@ -117,9 +191,16 @@ def _law(sizes: tuple[int, ...], errors: Float[np.ndarray, " sizes"]) -> Scaling
 
 
 def _end(objective: Objective, model: Params, t1: float) -> Params:
+    return _flow(objective, model, t1).final
+
+
+def _flow(
+    objective: Objective, model: Params, t1: float, save: Any = None
+) -> Trajectory:
     # Explicit, because every gradient goes over all windows and nothing is stiff yet.
-    run = gradient_flow(objective, model, t1=t1, rtol=1e-4, solver=diffrax.Tsit5())
-    return run.final
+    return gradient_flow(
+        objective, model, t1=t1, rtol=1e-4, solver=diffrax.Tsit5(), save=save
+    )
 
 
 def relative_distance(model: Params, reference: Params) -> float:

@@ -1,25 +1,21 @@
 """Training and population flow from the same start, over the same flow time."""
 
-import functools as ft
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import PRNGKeyArray
 
 from .. import _summary, theory
-from ..diagnostics import diagnose
-from ..flow import gradient_flow
-from ..loss import PopulationLoss
-from ..model import AttentionModel
-from ..training import train
 from ..trajectory import Trajectory
 from .events import Events, find_events
+from .runs import draw_start, follow_flow, train_on
 from .texts import TextSetting
+
+if TYPE_CHECKING:
+    import optax
 
 
 class TextStudy(eqx.Module):
@@ -69,7 +65,7 @@ def study_text(
     scale: float = 1e-2,
     length: int = 256,
     batch: int = 512,
-    optimiser: float | optax.GradientTransformation = 0.2,
+    optimiser: "float | optax.GradientTransformation" = 0.2,
     num_steps: int = 2250,
     flow_time: float | None = None,
     dtype: Any = jnp.float32,
@@ -97,50 +93,38 @@ def study_text(
         announce: called with a few words before each part.
     """
     say = (lambda _: None) if announce is None else announce
-    chain = setting.chain
-    start_key, batch_key = jax.random.split(jax.random.key(0) if key is None else key)
-    model = AttentionModel.init(
-        start_key,
-        vocab=chain.num_states,
-        width=width,
-        key_width=key_width,
-        scale=scale,
-        dtype=dtype,
-    )
     if flow_time is None:
         if not isinstance(optimiser, float | int):
             raise ValueError("flow_time must be given with an Optax transformation.")
         flow_time = float(optimiser) * num_steps
-    loss = PopulationLoss(chain)
-    observe = ft.partial(diagnose, loss)
+    model, batch_key = draw_start(
+        setting.chain,
+        width=width,
+        key_width=key_width,
+        scale=scale,
+        dtype=dtype,
+        key=key,
+    )
     say("training")
-    training = train(
-        setting.batches(length=length, size=batch),
+    training = train_on(
+        setting,
         model,
         optimiser,
         num_steps,
+        length=length,
+        batch=batch,
         key=batch_key,
-        evaluate=loss,
-        observe=observe,
-        every=max(1, num_steps // 500),
         progress=progress,
         checkpoint=checkpoint,
     )
     say("population flow under the same bigrams")
-    flow = gradient_flow(
-        loss,
-        jax.tree.map(lambda leaf: leaf.astype(jnp.result_type(float)), model),
-        t1=flow_time,
-        rtol=1e-6,
-        observe=observe,
-        progress=progress,
-    )
+    flow = follow_flow(setting.chain, model, flow_time, progress=progress)
     return TextStudy(
         setting=setting,
         training=training,
         flow=flow,
         events=(find_events(training), find_events(flow)),
-        focus_rate=float(theory.focus_rate(chain)),
+        focus_rate=float(theory.focus_rate(setting.chain)),
     )
 
 
