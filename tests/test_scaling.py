@@ -42,6 +42,20 @@ DEFAULT_START = (
 )
 
 
+@pytest.mark.slow
+def test_short_contexts_lag_behind_the_burst():
+    found = empirical.burst_shifts(
+        *DEFAULT_START, lengths=(16, 64, 256), key=jax.random.key(1)
+    )
+    # Measured with this sample: -26.25, -6.0, -1.65; with another -25.5, -3.9, +1.1:
+    # what is left at s = 256 is the noise of 2^14 windows.
+    low, high = np.array([-32.0, -12.0, -5.0]), np.array([-20.0, -1.0, 3.0])
+    assert ((low < found.shifts) & (found.shifts < high)).all()
+    assert (np.diff(found.shifts) > 0).all()
+    assert (found.aligned_errors < found.errors).all()
+    assert (np.diff(found.errors) < 0).all()
+
+
 # Other transition matrices.
 
 LAW = np.array([0.75, 0.19, 0.05, 0.01])

@@ -1,5 +1,6 @@
 """Training: the updates are the optimiser's, the record is that of a flow."""
 
+import functools
 import sys
 from typing import Any
 
@@ -131,6 +132,26 @@ def test_nothing_recompiles_for_another_length_or_learning_rate():
     train(objective, jnp.ones(3), 0.2, 1037, every=10)
     # One more look at the shape of its value, without compiling.
     assert len(traces) <= first + 2
+
+
+def test_an_observer_with_other_numbers_does_not_recompile():
+    traces = []
+
+    def observe(scale, y):
+        traces.append(1)
+        return scale * y
+
+    def traced(scale):
+        partial = functools.partial(observe, jnp.asarray(scale))
+        run = train(two_modes_of_vector, jnp.ones(2), 0.1, 4, observe=partial)
+        assert_same(run.observables, scale * run.models)
+        return len(traces)
+
+    assert traced(1.0) == traced(2.0) > 0
+
+
+def two_modes_of_vector(y):
+    return two_modes({"u": y, "v": y})
 
 
 def test_a_run_that_blows_up_is_an_outcome_with_the_finite_part_of_the_path():
