@@ -21,6 +21,8 @@ from flowsim.corpus import (
     windows,
 )
 
+from .precision import single_precision
+
 DATA = Path(__file__).parents[1] / "shared" / "data"
 if not DATA.exists():
     DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -240,7 +242,7 @@ def test_load_chain_is_sparse_and_works_in_single_precision():
     chain = load_chain("wikitext2", vocab=256)
     nonzero = np.count_nonzero(shipped_table("wikitext2", vocab=256).counts)
     assert max(leaf.size for leaf in jax.tree.leaves(chain)) == nonzero
-    with jax.enable_x64(False):
+    with single_precision():
         single = load_chain("wikitext2", vocab=256)
         assert single.stationary.dtype == np.float32
         np.testing.assert_allclose(single.stationary, chain.stationary, rtol=1e-7)

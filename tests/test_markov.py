@@ -23,6 +23,7 @@ from flowsim.markov import (
 )
 
 from .chains import DEFAULT, every_chain, random_counts, random_matrix
+from .precision import single_precision
 
 # Kernels
 
@@ -89,7 +90,7 @@ def test_single_precision_input_stays_single():
 def test_without_double_precision_a_chain_is_single_and_pi_correctly_rounded():
     P = random_matrix(2, 6)
     exact = np.asarray(stationary_law(P))
-    with jax.enable_x64(False):
+    with single_precision():
         chain = MarkovChain(P)
         assert chain.stationary.dtype == chain.transition.dtype == jnp.float32
         np.testing.assert_array_equal(chain.stationary, exact.astype(np.float32))

@@ -31,6 +31,7 @@ from flowsim.verification.flows import avoiding_chain, crossing, dense, read
 from flowsim.verification.second_saddle import critical_point_claims
 from flowsim.verification.whole_cycle import approaches
 
+from .precision import single_precision
 from .problems import CHAINS, named_chain, two_mode_run, two_modes
 
 
@@ -166,7 +167,7 @@ def test_verify_refuses_scales_that_do_not_fall():
 
 
 def test_verify_refuses_single_precision():
-    with jax.enable_x64(False), pytest.raises(ValueError, match="double precision"):
+    with single_precision(), pytest.raises(ValueError, match="double precision"):
         verify()
 
 
