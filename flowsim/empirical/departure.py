@@ -24,6 +24,7 @@ from ..markov import MarkovChain
 from ..model import AttentionModel
 from .events import crossing
 from .matrices import strength
+from .runs import dense_loss
 
 # |Phi| at which the direction of attention is read: still linear next to the point,
 # past the first transient from the origin.
@@ -141,9 +142,7 @@ def _leave(
     growth = 1 / abs(rate)
     if name == "origin":
         growth += 1 / float(theory.origin_rate(chain))
-    # Dense for all, so that one compiled flow serves them.
-    dense = MarkovChain(chain.transition, chain.stationary)
-    loss, top = PopulationLoss(dense), float(jnp.max(chain.stationary))
+    loss, top = dense_loss(chain), float(jnp.max(chain.stationary))
     noise = AttentionModel.init(
         jax.random.key(0) if key is None else key,
         vocab=chain.num_states,

@@ -20,6 +20,7 @@ from ..loss import PopulationLoss
 from ..markov import MarkovChain, lazy_chain, metropolis_chain
 from ..model import AttentionModel
 from .events import crossing
+from .runs import dense_loss
 
 
 class StageTimes(eqx.Module):
@@ -123,8 +124,7 @@ def stage_times(
         )
     found = []
     for name, chain in chains.items():
-        # Dense for all, so that one compiled flow serves them.
-        loss = PopulationLoss(MarkovChain(chain.transition))
+        loss = dense_loss(chain)
         mu, c = float(theory.origin_rate(chain)), float(theory.focus_rate(chain))
         runs = [_times(loss, width, scale, key, mu, c) for scale in scales]
         (early, focus_early, _), (late, focus, change) = runs

@@ -56,7 +56,7 @@ def train_on(
     **options: Any,
 ) -> Trajectory:
     """Training on windows of a text, watched under the population loss of its chain."""
-    loss = PopulationLoss(setting.chain)
+    loss = dense_loss(setting.chain)
     return train(
         setting.batches(length=length, size=batch),
         model,
@@ -74,7 +74,7 @@ def follow_flow(
     chain: MarkovChain, model: AttentionModel, t1: float, **options: Any
 ) -> Trajectory:
     """The population flow of a chain, in double precision where that is turned on."""
-    loss = PopulationLoss(chain)
+    loss = dense_loss(chain)
     return gradient_flow(
         loss,
         jax.tree.map(lambda leaf: leaf.astype(jnp.result_type(float)), model),
@@ -83,3 +83,12 @@ def follow_flow(
         observe=jtu.Partial(diagnose, loss),
         **options,
     )
+
+
+def dense_loss(chain: MarkovChain) -> PopulationLoss:
+    """The population loss with a dense matrix, whatever the chain is made of.
+
+    Compiling a run takes longer than most runs take: all chains of one vocabulary
+    share the compiled code. Attention needs dense matrices of this size anyway.
+    """
+    return PopulationLoss(MarkovChain(chain.transition, chain.stationary))
