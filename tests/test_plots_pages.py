@@ -182,9 +182,9 @@ def test_saving_takes_the_format_from_the_name(tmp_path, name, start):
 
 def test_resolution_is_the_one_asked_for(tmp_path):
     figure: Any = plots.cycle_figure(RUN, CHAIN)
-    plots.save(figure, tmp_path / "a.png", dpi=50)
+    plots.save(figure, tmp_path / "a.png", dpi=40)
     image = plt.imread(tmp_path / "a.png")
-    width, height = figure.get_size_inches() * 50
+    width, height = figure.get_size_inches() * 40  # Whole numbers of pixels.
     assert image.shape[:2] == (round(height), round(width))
 
 
