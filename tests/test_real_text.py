@@ -166,8 +166,8 @@ def test_smaller_starts_go_through_the_events_later(corpus, scale, steps):
 
 @needs_texts
 @pytest.mark.slow
-def test_from_1e_4_batch_noise_parts_training_from_the_flow_on_wikitext2():
-    """The flow waits beside theta_c^1; noise of the batches does not let training."""
+def test_from_1e_4_training_parts_from_the_flow_on_wikitext2():
+    """Finite contexts and batches matter where the flow is slow, beside theta_c^1."""
     text = setting("wikitext2")
     study = empirical.study_text(text, num_steps=5500, scale=1e-4)
     training, flow = (events.row() for events in study.events)
