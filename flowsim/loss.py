@@ -61,7 +61,9 @@ class PopulationLoss(eqx.Module):
         """A_ij, the attention that query token i pays to key token j; rows sum to 1."""
         self._check_vocab(model)
         scores = model.attention_logits()
-        return weighted_attention(scores, self.chain.stationary.astype(scores.dtype))
+        # Every stationary mass of a chain is positive: nothing to mask.
+        log_pi = jnp.log(self.chain.stationary).astype(scores.dtype)
+        return jax.nn.softmax(scores + log_pi, axis=-1)
 
     def logits(self, model: AttentionModel) -> Float[Array, "d d"]:
         """Z_i, the next-token logits after token i."""

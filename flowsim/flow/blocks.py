@@ -79,9 +79,20 @@ def _resumable(problem: Problem) -> _Resumable:
     return _Resumable(problem.controller, problem.rtol, problem.atol, norm)
 
 
-class Blocks(eqx.Module):
-    """A run between two blocks."""
+class _Steps(eqx.Module):
+    """The accepted steps of a block, the first `count` of them filled in."""
 
+    ts: Float[Array, " block"]
+    rows: PyTree[Array]
+    increments: Float[Array, " block"]
+    wanted: Bool[Array, " block"]
+    count: Int[Array, ""]
+
+
+class Blocks(eqx.Module):
+    """A run between two blocks. The store is held apart while a run is concrete."""
+
+    t0: Scalar
     t: Scalar
     y: Params
     dt: Scalar
@@ -113,6 +124,7 @@ def _start(
     solver_state = solver.init(TERM, t0, t_next, y0, problem.objective)
     row = y0 if problem.keep_models else measure(problem, y0)
     carry = Blocks(
+        t0=t0,
         t=t0,
         y=y0,
         dt=t_next - t0,
@@ -150,12 +162,8 @@ def _advance(
     t1: Scalar,
     block: int,
     every: int | None,
-    numbered: bool,
-) -> tuple[Blocks, PyTree[Array]]:
-    """One more block of solver steps, and its rows.
-
-    With `numbered` the store gets the numbers of the rows instead of the rows.
-    """
+) -> tuple[Blocks, _Steps]:
+    """One more block of solver steps; the store is passed on as it was."""
 
     def row(t, y, args):
         del t, args
@@ -192,7 +200,6 @@ def _advance(
     if every is not None:
         wanted &= (carry.num_accepted + index + 1) % every == 0
     increments = _path_increments(problem, carry, ts, rows, accepted)
-    stored = 1 + carry.num_accepted + index if numbered else rows
     loss, grad_norm = value_and_grad_norm(problem.objective, y)
     num_steps = carry.num_steps + sol.stats["num_steps"].astype(jnp.int32)
     num = _trees.num_params(y)
@@ -205,13 +212,15 @@ def _advance(
     outcome = Outcome.where(loss > carry.loss + rise, Outcome.loss_increased, outcome)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     outcome = Outcome.where(finite, outcome, Outcome.not_finite)
+    steps = _Steps(ts, rows, increments, wanted, accepted)
     carry = Blocks(
+        t0=carry.t0,
         t=t,
         y=y,
         dt=controller_state[1],
         solver_state=sol.solver_state,
         controller_state=controller_state,
-        store=_stored(carry.store, ts, stored, increments, wanted, accepted),
+        store=carry.store,
         loss=loss,
         grad_norm=grad_norm,
         outcome=outcome,
@@ -219,44 +228,49 @@ def _advance(
         num_steps=num_steps,
         num_accepted=carry.num_accepted + accepted,
     )
-    return _strongly_typed(carry), rows
+    return _strongly_typed(carry), steps
 
 
-_advance_jit = eqx.filter_jit(_advance)
-
-
-def _stored(
-    store: Thinning,
-    ts: Float[Array, " block"],
-    rows: PyTree[Array],
-    increments: Float[Array, " block"],
-    wanted: Bool[Array, " block"],
-    accepted: Int[Array, ""],
-) -> Thinning:
+def _stored(store: Thinning, steps: _Steps, rows: PyTree[Array]) -> Thinning:
     """The buffer with a block of rows; without merging while there is room."""
-    capacity, block = store.ts.shape[0], ts.shape[0]
+    capacity, block = store.ts.shape[0], steps.ts.shape[0]
+
+    def extend(store: Thinning) -> Thinning:
+        return store.extend(steps.ts, rows, steps.increments, steps.wanted)
+
     if capacity < block:
-        return store.extend(ts, rows, increments, wanted)
+        return extend(store)
 
     def append(store: Thinning) -> Thinning:
         def place(old, new):
             return jax.lax.dynamic_update_slice_in_dim(old, new, store.count, 0)
 
-        lengths = store.total + jnp.cumsum(increments)
+        lengths = store.total + jnp.cumsum(steps.increments)
         return Thinning(
-            ts=place(store.ts, ts),
+            ts=place(store.ts, steps.ts),
             rows=jtu.tree_map(place, store.rows, rows),
             lengths=place(store.lengths, lengths),
             total=lengths[-1],
-            count=store.count + accepted,
+            count=store.count + steps.count,
             bin_width=store.bin_width,
         )
 
     room = (store.count + block <= capacity) & (store.bin_width == 0)
-    room &= jnp.sum(wanted, dtype=accepted.dtype) == accepted
-    return jax.lax.cond(
-        room, append, lambda s: s.extend(ts, rows, increments, wanted), store
-    )
+    room &= jnp.sum(steps.wanted, dtype=steps.count.dtype) == steps.count
+    return jax.lax.cond(room, append, extend, store)
+
+
+_advance_jit = eqx.filter_jit(_advance)
+
+
+@eqx.filter_jit
+def _store_numbers(store: Thinning, steps: _Steps, before: Int[Array, ""]) -> Thinning:
+    """The buffer with the numbers of a block's rows.
+
+    A program of its own: it serves every objective, and is compiled once.
+    """
+    index = jnp.arange(steps.ts.shape[0], dtype=jnp.int32)
+    return _stored(store, steps, 1 + before + index)
 
 
 def _path_increments(
@@ -283,7 +297,7 @@ def _path_increments(
         moved = (ts - before).astype(speed.dtype) * 0.5 * (speed + rows.grad_norm)
         size = jnp.broadcast_to(_trees.norm(carry.y), moved.shape)
     moved = (moved / jnp.where(size > 0, size, 1.0)).astype(ts.dtype)
-    start = carry.store.ts[0]
+    start = carry.t0
     elapsed = jnp.where(before > start, (ts - before) / (ts - start), 1.0)
     increments = moved + 0.01 * elapsed
     return jnp.where(
@@ -323,17 +337,25 @@ def solve_in_blocks(
     limit = num_blocks * block
     stored = first if traced else jnp.zeros((), jnp.int32)
     store = Thinning.empty(carry.t, stored, capacity)
-    carry = eqx.tree_at(lambda c: c.store, carry, store, is_leaf=lambda x: x is None)
-    if traced:
-        carry = jax.lax.while_loop(
-            lambda c: ~c.done & (c.num_steps < limit),
-            lambda c: _advance(problem, c, t1, block, every, False)[0],
-            carry,
+    if not traced:
+        rows = HostRows(first)
+        carry, store = _drive(
+            problem, carry, store, rows, t1, block, limit, every, progress
         )
-        return carry, None
-    rows = HostRows(first)
-    carry = _drive(problem, carry, rows, t0, t1, block, limit, every, progress)
-    return carry, rows
+        return _with_store(carry, store), rows
+
+    def advance(carry: Blocks) -> Blocks:
+        carry, steps = _advance(problem, carry, t1, block, every)
+        return _with_store(carry, _stored(carry.store, steps, steps.rows))
+
+    carry = jax.lax.while_loop(
+        lambda c: ~c.done & (c.num_steps < limit), advance, _with_store(carry, store)
+    )
+    return carry, None
+
+
+def _with_store(carry: Blocks, store: Thinning) -> Blocks:
+    return eqx.tree_at(lambda c: c.store, carry, store, is_leaf=lambda x: x is None)
 
 
 @eqx.filter_jit
@@ -344,14 +366,14 @@ def _enlarged(store: Thinning, capacity: int) -> Thinning:
 def _drive(
     problem: Problem,
     carry: Blocks,
+    store: Thinning,
     rows: HostRows,
-    t0: Scalar,
     t1: Scalar,
     block: int,
     limit: int,
     every: int | None,
     progress: bool,
-) -> Blocks:
+) -> tuple[Blocks, Thinning]:
     """The loop over blocks outside `jit`: progress, growth, interruption."""
     from tqdm import tqdm  # Not needed to import flowsim.
 
@@ -360,31 +382,33 @@ def _drive(
         try:
             while not bool(carry.done) and int(carry.num_steps) < limit:
                 if every is not None:
-                    carry = _grow(carry, block)
+                    store = _grow(store, block)
                 before = carry
-                after, new = _advance_jit(problem, carry, t1, block, every, True)
-                rows.append(new, int(after.num_accepted - before.num_accepted))
-                carry = after
-                if rows.num_held > 2 * carry.store.ts.shape[0]:
-                    rows.keep(np.asarray(carry.store.rows))
+                after, steps = _advance_jit(problem, carry, t1, block, every)
+                rows.append(steps.rows, int(steps.count))
+                numbered = eqx.tree_at(lambda s: s.rows, steps, None)
+                numbered = _store_numbers(store, numbered, before.num_accepted)
+                carry, store = after, numbered
+                if rows.num_held > 2 * store.ts.shape[0]:
+                    rows.keep(np.asarray(store.rows))
                 if problem.may_recycle and not labour.recycles(carry):
                     if labour.is_laborious(before, carry):
                         problem, carry = labour.turn_to_recycling(problem, carry)
                         carry = _strongly_typed(carry)
                 if progress:
-                    bar.n = float((carry.t - t0) / (t1 - t0))
+                    bar.n = float((carry.t - carry.t0) / (t1 - carry.t0))
                     bar.set_postfix_str(
                         f"t {float(carry.t):.4g}, loss {float(carry.loss):.6f}, "
                         f"{int(carry.num_steps)} steps"
                     )
         except KeyboardInterrupt:
             carry = eqx.tree_at(lambda c: c.outcome, carry, Outcome.interrupted)
-    return carry
+    return carry, store
 
 
-def _grow(carry: Blocks, block: int) -> Blocks:
+def _grow(store: Thinning, block: int) -> Thinning:
     """Double the buffer when the next block might not fit."""
-    capacity = carry.store.ts.shape[0]
-    if int(carry.store.count) + block <= capacity:
-        return carry
-    return eqx.tree_at(lambda c: c.store, carry, _enlarged(carry.store, 2 * capacity))
+    capacity = store.ts.shape[0]
+    if int(store.count) + block <= capacity:
+        return store
+    return _enlarged(store, 2 * capacity)

@@ -145,9 +145,12 @@ def gradient_flow(
     reduce = getattr(objective, "reduce", None)
     reduction = None if reduce is None else reduce(model)
     state = model if reduction is None else reduction.model
-    why = "given by the caller"
-    if chosen := solver is None:
-        solver, why = SymmetricBDF(), "default: implicit, matrix-free, any stiffness"
+    why, may_recycle = "given by the caller", False
+    if solver is None:
+        solver, why, may_recycle = labour.first_solver(
+            _trees.num_params(state),
+            _trees.is_traced((objective, state, start, end, relative)),
+        )
     controller = _controller_for(solver, relative, absolute, start, end)
     problem = Problem(
         objective=objective,
@@ -159,7 +162,7 @@ def gradient_flow(
         rtol=relative,
         atol=absolute,
         keep_models=save.models,
-        may_recycle=chosen and _trees.num_params(state) >= labour.FEWEST_PARAMETERS,
+        may_recycle=may_recycle,
     )
     gradient_stop = isinstance(stop, float | int) and not isinstance(stop, bool)
     if save.ts is None:
@@ -173,7 +176,7 @@ def gradient_flow(
             max_steps=max_steps,
             progress=progress,
         )
-        if chosen and labour.recycles(end_state):
+        if may_recycle and labour.recycles(end_state):
             why += "; its linear systems grew laborious: recycles Ritz vectors"
         if rows is None:
             run = as_trajectory(problem, state, end_state, gradient_stop, True)

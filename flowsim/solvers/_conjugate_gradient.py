@@ -64,9 +64,13 @@ def is_asymmetric(
     solve with I - C).
     """
     eps = float(jnp.finfo(u.dtype).eps)
-    size_u, size_v = jnp.linalg.norm(u), jnp.linalg.norm(v)
-    products = size_u * jnp.linalg.norm(product_v) + jnp.linalg.norm(product_u) * size_v
-    difference = jnp.abs(u @ product_v - product_u @ v)
+    # All inner products at once: on a small system it is operations that cost.
+    left = jnp.stack([u, v, product_u, product_v, u, product_u])
+    right = jnp.stack([u, v, product_u, product_v, product_v, v])
+    *squares, first, second = jnp.sum(left * right, axis=1)
+    size_u, size_v, size_product_u, size_product_v = map(jnp.sqrt, squares)
+    products = size_u * size_product_v + size_product_u * size_v
+    difference = jnp.abs(first - second)
     return difference > jnp.maximum(
         eps ** (1 / 3) * products, eps**0.5 * size_u * size_v
     )

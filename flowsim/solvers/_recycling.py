@@ -12,9 +12,11 @@ definite whatever U is.
 
 When to renew it is an economic question. Products beyond a fair number per step are
 added up; when they would have paid for a renewal, the subspace is renewed (the
-ski-rental argument). On problems that stay easy it never happens. A renewal is one
-sweep of subspace iteration with Rayleigh-Ritz, all of it with the present Jacobian.
-It converges to the eigenvalues largest in size, for a gradient flow the stiff ones.
+ski-rental argument). On problems that stay easy it never happens. Below a thousand
+numbers it is operations that cost, not their size: there the products of a renewal are
+made all at once, at the price of a few. A renewal is one sweep of subspace iteration
+with Rayleigh-Ritz, all of it with the present Jacobian. It converges to the eigenvalues
+largest in size, for a gradient flow the stiff ones.
 
 Tried and left out: harvesting the directions of conjugate gradients over several
 solves. It needs no products of its own and works while J stands still, but directions
@@ -37,16 +39,19 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 # Sweeps of subspace iteration from a start that knows nothing; a renewal needs one.
 _FIRST_SWEEPS = 3
-# Products that a well preconditioned solve still needs.
-_FAIR_PRODUCTS = 10
+# Below this number of parameters a batch of products costs little more than one.
+SMALL = 1000
+# Products that a well preconditioned solve still needs, and excess products that a
+# renewal of a small system is worth (a large one is worth as many as it takes).
+_FAIR_PRODUCTS, _FAIR_PRODUCTS_SMALL, _PRICE_SMALL = 10, 1, 16
 
 
 class Recycled(eqx.Module):
     """Approximate eigenpairs of the Jacobian, the largest in size.
 
     Attributes:
-        vectors: orthonormal rows (from the first renewal on), in single precision: a
-            preconditioner needs no more.
+        vectors: orthonormal rows (from the first renewal on). Large ones are in single
+            precision: a preconditioner needs no more, and they fill the memory.
         values: Ritz values, all zero before the first renewal.
         excess: products spent beyond the fair number since the last renewal.
     """
@@ -58,8 +63,14 @@ class Recycled(eqx.Module):
     @classmethod
     def empty(cls, rank: int, size: int, dtype: DTypeLike) -> "Recycled":
         """Vectors that do not precondition anything yet."""
-        vectors = jax.random.normal(jax.random.key(0), (rank, size), jnp.float32)
+        stored = dtype if size < SMALL else jnp.float32
+        vectors = jax.random.normal(jax.random.key(0), (rank, size), stored)
         return cls(vectors, jnp.zeros(rank, dtype), jnp.zeros((), jnp.int32))
+
+    @property
+    def is_small(self) -> bool:
+        """Whether operations cost more than their size."""
+        return self.vectors.shape[1] < SMALL
 
     def preconditioner(
         self, scale: Float[Array, ""]
@@ -79,12 +90,15 @@ class Recycled(eqx.Module):
             update = jnp.dot(weight * part, self.vectors, precision=exact)
             return r + update.astype(r.dtype)
 
+        if self.is_small:
+            return apply
         active = jnp.any(weight < 0)
         return lambda r: lax.cond(active, apply, lambda r: r, r)
 
     def charge(self, num_products: Int[Array, ""]) -> "Recycled":
         """The same after a solve that took so many products."""
-        excess = jnp.maximum(num_products - _FAIR_PRODUCTS, 0)
+        fair = _FAIR_PRODUCTS_SMALL if self.is_small else _FAIR_PRODUCTS
+        excess = jnp.maximum(num_products - fair, 0)
         return eqx.tree_at(lambda s: s.excess, self, self.excess + excess)
 
     def renew_if_due(
@@ -97,12 +111,15 @@ class Recycled(eqx.Module):
         """
         rank, dtype = self.values.size, self.values.dtype
         exact = lax.Precision.HIGHEST
-        due = self.excess >= rank
+        due = self.excess >= (_PRICE_SMALL if self.is_small else rank)
         sweeps = jnp.where(jnp.all(self.values == 0), _FIRST_SWEEPS, 1)
 
         def sweep(_, state: Recycled) -> Recycled:
-            # One row at a time: XLA's batched products are slower than single ones.
-            images = lax.map(lambda v: product(v.astype(dtype)), state.vectors)
+            # XLA's batched products of large systems are slower than single ones.
+            each = jax.vmap if self.is_small else _one_by_one
+            images = each(lambda v: product(v.astype(dtype)))(state.vectors)
+            # A preconditioner has no derivative: it does not change the solution.
+            images = lax.stop_gradient(images)
             ritz = jnp.dot(images, state.vectors.astype(dtype).T, precision=exact)
             values, mixing = jnp.linalg.eigh(0.5 * (ritz + ritz.T))
             order = jnp.argsort(-jnp.abs(values))
@@ -115,3 +132,7 @@ class Recycled(eqx.Module):
             due, lambda s: lax.fori_loop(0, sweeps, sweep, s), lambda s: s, self
         )
         return renewed, jnp.where(due, sweeps * rank, 0).astype(jnp.int32)
+
+
+def _one_by_one(function: Callable) -> Callable:
+    return lambda rows: lax.map(function, rows)
