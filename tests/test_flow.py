@@ -12,8 +12,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array
 
 import flowsim as fs
-from flowsim.flow import default_atol, labour
-from flowsim.solvers import SymmetricBDF
+from flowsim.flow import default_atol
 from flowsim.trajectory import Thinning
 
 
@@ -339,29 +338,6 @@ def test_the_loss_falls_and_conserved_quantities_stay_as_tolerances_promise(cycl
         drifts.append(max(float(leaf) for leaf in jax.tree.leaves(gap)))
     assert drifts[0] < 1e-2 and drifts[2] < 1e-6, drifts
     assert drifts[2] < 0.1 * drifts[1] < 0.01 * drifts[0], drifts
-
-
-@pytest.mark.slow
-def test_large_stiff_flows_turn_to_recycling_and_say_so(monkeypatch):
-    monkeypatch.setattr(labour, "FEWEST_PARAMETERS", 100)
-    rates = jnp.concatenate([jnp.geomspace(3e2, 3e5, 40), jnp.geomspace(1e-2, 10, 80)])
-    basis, _ = jnp.linalg.qr(jax.random.normal(jax.random.key(0), (120, 120)))
-    hessian = (basis * rates) @ basis.T
-
-    def objective(y):
-        return 0.5 * y @ hessian @ y + 0.25 * jnp.sum((y - 1) ** 4)
-
-    runs = [
-        fs.gradient_flow(objective, jnp.ones(120), t1=200.0, rtol=1e-8, solver=solver)
-        for solver in (None, SymmetricBDF())
-    ]
-    np.testing.assert_allclose(runs[0].final, runs[1].final, atol=1e-6)
-    assert "recycles" in runs[0].settings["chosen because"]
-    assert "given" in runs[1].settings["chosen because"]
-    products = [int(run.stats["num_products"]) for run in runs]
-    assert products[0] < 0.8 * products[1], products
-    easy = fs.gradient_flow(product, jnp.full(2, 1e-3), t1=5.0)
-    assert "recycles" not in easy.settings["chosen because"]
 
 
 def test_single_precision_stays_single():

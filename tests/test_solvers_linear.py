@@ -10,7 +10,7 @@ import pytest
 
 from flowsim.solvers import BDFController, NewtonCG, SymmetricBDF
 from flowsim.solvers._conjugate_gradient import conjugate_gradient
-from flowsim.solvers._recycling import Recycled
+from flowsim.solvers._recycling import SMALL, Recycled
 
 NUM, RANK = 120, 12
 
@@ -90,14 +90,33 @@ def test_a_wrong_subspace_is_still_positive_definite():
     assert result.converged and jnp.linalg.norm(residual) < 1e-5
 
 
-def test_short_solves_never_pay_for_a_renewal():
-    state = Recycled.empty(RANK, NUM, jnp.float64)
+@pytest.mark.parametrize(("num", "fair"), [(NUM, 1), (SMALL, 10)])
+def test_short_solves_never_pay_for_a_renewal(num, fair):
+    state = Recycled.empty(RANK, num, jnp.float64)
     for _ in range(100):
-        state = state.charge(jnp.asarray(10, jnp.int32))
+        state = state.charge(jnp.asarray(fair, jnp.int32))
     same, num_products = state.renew_if_due(lambda v: -v)
     assert int(num_products) == 0 and not same.values.any()
-    rhs = jnp.arange(120.0)
+    rhs = jnp.arange(float(num))
     np.testing.assert_array_equal(state.preconditioner(jnp.asarray(5.0))(rhs), rhs)
+    for _ in range(100):
+        state = state.charge(jnp.asarray(fair + 1, jnp.int32))
+    assert int(state.renew_if_due(lambda v: -v)[1]) == 3 * RANK
+
+
+def test_vectors_of_large_systems_are_in_single_precision():
+    assert Recycled.empty(2, SMALL, jnp.float64).vectors.dtype == jnp.float32
+    assert Recycled.empty(2, SMALL - 1, jnp.float64).vectors.dtype == jnp.float64
+
+
+def test_renewal_has_no_derivative():
+    matrix, _ = stiff_matrix()
+
+    def value(factor):
+        state, _ = due().renew_if_due(lambda v: factor * (matrix @ v))
+        return jnp.sum(state.values)
+
+    assert float(jax.jvp(value, (1.0,), (1.0,))[1]) == 0.0
 
 
 @pytest.mark.slow
