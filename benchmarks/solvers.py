@@ -44,7 +44,7 @@ BOTH, TIGHT = (1e-6, 1e-8), (1e-8,)
 EXPLICIT = {"tsit5": BOTH, "dopri8": BOTH}
 DENSE = {"lsoda": BOTH, "scipy-bdf": TIGHT, "cvode-dense": TIGHT}
 COMMON = {
-    "default": (1e-4, 1e-6, 1e-8, 1e-9, 1e-10),
+    "default": (1e-4, 1e-6, 1e-8, 3e-9, 1e-9, 1e-10),
     "rkc": (1e-4, 1e-6),
     "cvode-gmres": BOTH,
 }

@@ -30,6 +30,7 @@ from .problem import (
     outcome_of,
 )
 from .rows import HostRows
+from .store import Steps, grown, store_numbers, with_rows
 
 _BLOCK_STEPS = 512  # Solver steps between two looks from outside.
 _WATCHED_STEPS = 256  # The same where the solver may have to be changed.
@@ -77,16 +78,6 @@ def _next_step(state: Any, difference: Scalar) -> Scalar:
 def _resumable(problem: Problem) -> _Resumable:
     norm: Any = getattr(problem.controller, "norm", None)
     return _Resumable(problem.controller, problem.rtol, problem.atol, norm)
-
-
-class _Steps(eqx.Module):
-    """The accepted steps of a block, the first `count` of them filled in."""
-
-    ts: Float[Array, " block"]
-    rows: PyTree[Array]
-    increments: Float[Array, " block"]
-    wanted: Bool[Array, " block"]
-    count: Int[Array, ""]
 
 
 class Blocks(eqx.Module):
@@ -162,7 +153,7 @@ def _advance(
     t1: Scalar,
     block: int,
     every: int | None,
-) -> tuple[Blocks, _Steps]:
+) -> tuple[Blocks, Steps]:
     """One more block of solver steps; the store is passed on as it was."""
 
     def row(t, y, args):
@@ -212,7 +203,7 @@ def _advance(
     outcome = Outcome.where(loss > carry.loss + rise, Outcome.loss_increased, outcome)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     outcome = Outcome.where(finite, outcome, Outcome.not_finite)
-    steps = _Steps(ts, rows, increments, wanted, accepted)
+    steps = Steps(ts, rows, increments, wanted, accepted)
     carry = Blocks(
         t0=carry.t0,
         t=t,
@@ -231,46 +222,7 @@ def _advance(
     return _strongly_typed(carry), steps
 
 
-def _stored(store: Thinning, steps: _Steps, rows: PyTree[Array]) -> Thinning:
-    """The buffer with a block of rows; without merging while there is room."""
-    capacity, block = store.ts.shape[0], steps.ts.shape[0]
-
-    def extend(store: Thinning) -> Thinning:
-        return store.extend(steps.ts, rows, steps.increments, steps.wanted)
-
-    if capacity < block:
-        return extend(store)
-
-    def append(store: Thinning) -> Thinning:
-        def place(old, new):
-            return jax.lax.dynamic_update_slice_in_dim(old, new, store.count, 0)
-
-        lengths = store.total + jnp.cumsum(steps.increments)
-        return Thinning(
-            ts=place(store.ts, steps.ts),
-            rows=jtu.tree_map(place, store.rows, rows),
-            lengths=place(store.lengths, lengths),
-            total=lengths[-1],
-            count=store.count + steps.count,
-            bin_width=store.bin_width,
-        )
-
-    room = (store.count + block <= capacity) & (store.bin_width == 0)
-    room &= jnp.sum(steps.wanted, dtype=steps.count.dtype) == steps.count
-    return jax.lax.cond(room, append, extend, store)
-
-
 _advance_jit = eqx.filter_jit(_advance)
-
-
-@eqx.filter_jit
-def _store_numbers(store: Thinning, steps: _Steps, before: Int[Array, ""]) -> Thinning:
-    """The buffer with the numbers of a block's rows.
-
-    A program of its own: it serves every objective, and is compiled once.
-    """
-    index = jnp.arange(steps.ts.shape[0], dtype=jnp.int32)
-    return _stored(store, steps, 1 + before + index)
 
 
 def _path_increments(
@@ -346,7 +298,7 @@ def solve_in_blocks(
 
     def advance(carry: Blocks) -> Blocks:
         carry, steps = _advance(problem, carry, t1, block, every)
-        return _with_store(carry, _stored(carry.store, steps, steps.rows))
+        return _with_store(carry, with_rows(carry.store, steps, steps.rows))
 
     carry = jax.lax.while_loop(
         lambda c: ~c.done & (c.num_steps < limit), advance, _with_store(carry, store)
@@ -356,11 +308,6 @@ def solve_in_blocks(
 
 def _with_store(carry: Blocks, store: Thinning) -> Blocks:
     return eqx.tree_at(lambda c: c.store, carry, store, is_leaf=lambda x: x is None)
-
-
-@eqx.filter_jit
-def _enlarged(store: Thinning, capacity: int) -> Thinning:
-    return store.enlarged(capacity)
 
 
 def _drive(
@@ -382,12 +329,12 @@ def _drive(
         try:
             while not bool(carry.done) and int(carry.num_steps) < limit:
                 if every is not None:
-                    store = _grow(store, block)
+                    store = grown(store, block)
                 before = carry
                 after, steps = _advance_jit(problem, carry, t1, block, every)
                 rows.append(steps.rows, int(steps.count))
                 numbered = eqx.tree_at(lambda s: s.rows, steps, None)
-                numbered = _store_numbers(store, numbered, before.num_accepted)
+                numbered = store_numbers(store, numbered, before.num_accepted)
                 carry, store = after, numbered
                 if rows.num_held > 2 * store.ts.shape[0]:
                     rows.keep(np.asarray(store.rows))
@@ -404,11 +351,3 @@ def _drive(
         except KeyboardInterrupt:
             carry = eqx.tree_at(lambda c: c.outcome, carry, Outcome.interrupted)
     return carry, store
-
-
-def _grow(store: Thinning, block: int) -> Thinning:
-    """Double the buffer when the next block might not fit."""
-    capacity = store.ts.shape[0]
-    if int(store.count) + block <= capacity:
-        return store
-    return _enlarged(store, 2 * capacity)
