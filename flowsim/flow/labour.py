@@ -5,9 +5,9 @@ copies that its vectors cost in every step. Which of the two a flow is shows onl
 solve. So a large run starts without, and between two blocks of steps, if conjugate
 gradients took many products per step, goes on with.
 
-On a small system the vectors are few and cost next to nothing: it recycles from the
-start, unless it is traced (under `jax.vmap` one flow's renewal would stop all others)
-or so small that conjugate gradients end by themselves.
+On a small system the vectors are few and cost next to nothing but two seconds of
+compilation: it recycles from the start, unless it is traced (under `jax.vmap` one
+flow's renewal would stop all others) or so small that the whole flow takes less.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from ..solvers._recycling import SMALL, Recycled
 # For large systems: below that many products per step recycling has not paid.
 MOST_PRODUCTS, RANK = 15, 64
 # For small ones: the fewest parameters, and the rank.
-FEWEST_PARAMETERS, RANK_SMALL = 50, 6
+FEWEST_PARAMETERS, RANK_SMALL = 256, 6
 
 
 def recycling_solver(rank: int) -> SymmetricBDF:
