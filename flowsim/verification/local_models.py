@@ -9,6 +9,8 @@ serve the default chain, on a member of a family whose low tokens are well apart
 
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -74,6 +76,10 @@ def local_model_claims(
 ) -> list[Claim]:
     """The lemma and the manifold on one chain; everything else on the families.
 
+    Chains with as many tokens share compiled code and are measured one after another;
+    those with different numbers at once, each in a thread, since nearly all of the time
+    is compilation, which takes one core.
+
     Args:
         loss: population loss of the chain (in dense form, to share compiled code).
         run: a whole cycle of that chain, for the picture of the embeddings.
@@ -81,16 +87,30 @@ def local_model_claims(
             which is of the kind of the default chain.
         announce: called with a few words before each group of claims.
     """
-    claims = lemma_claims(loss) + manifold_claims(loss)
-    if run is not None:
-        claims += picture_claims(loss, run)
-    for number, (name, make) in enumerate(families.items()):
+
+    def default() -> list[Claim]:
+        announce("the chain itself")
+        claims = lemma_claims(loss) + manifold_claims(loss)
+        return claims if run is None else claims + picture_claims(loss, run)
+
+    def measure(name: str, family: ChainFamily, first: bool) -> list[Claim]:
         announce(name)
+        early = [] if first else named(name, member_claims(family))
+        return early + family_claims(name, family)
+
+    tasks = [(loss.chain.num_states, default)]
+    for number, (name, make) in enumerate(families.items()):
         family = make()
-        if number > 0:
-            claims += named(name, member_claims(family))
-        claims += family_claims(name, family)
-    return claims
+        task = partial(measure, name, family, number == 0)
+        tasks.append((family.chain(0.0).num_states, task))
+    sizes = sorted({size for size, _ in tasks})
+
+    def all_of(size: int) -> list[list[Claim]]:
+        return [task() for other, task in tasks if other == size]
+
+    with ThreadPoolExecutor(len(sizes)) as threads:
+        done = dict(zip(sizes, map(iter, threads.map(all_of, sizes)), strict=True))
+        return [claim for size, _ in tasks for claim in next(done[size])]
 
 
 def member_claims(family: ChainFamily) -> list[Claim]:
