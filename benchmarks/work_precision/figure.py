@@ -15,6 +15,7 @@ from .methods import METHODS
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Write the work-precision figure of the finished rows."""
     rows = [row for row in rows if row.get("seconds") and row.get("error")]
+    rows = [row for row in rows if row["group"] == "flow"]
     panels = sorted({(row["problem"], row["t1"]) for row in rows})
     if not panels:
         return
