@@ -34,10 +34,10 @@ def recycling_solver(rank: int) -> SymmetricBDF:
 def first_solver(num_params: int, traced: bool) -> tuple[SymmetricBDF, str, bool]:
     """The solver to start with, why, and whether it may be changed on the way."""
     why = "default: implicit, matrix-free, any stiffness"
+    if num_params >= SMALL:
+        return SymmetricBDF(), why, not traced
     if traced or num_params < FEWEST_PARAMETERS:
         return SymmetricBDF(), why, False
-    if num_params >= SMALL:
-        return SymmetricBDF(), why, True
     return recycling_solver(RANK_SMALL), f"{why}; recycles Ritz vectors", False
 
 
