@@ -5,6 +5,7 @@ Leaves keep their own shapes; nothing here copies them into a flat vector except
 `ravel`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,16 @@ def ravel(
 ) -> tuple[Float[Array, " n"], Callable[[Float[Array, " n"]], Params]]:
     """Flatten to one vector; the second return value undoes it."""
     return ravel_pytree(params)
+
+
+def partial_as_tree(function: Any) -> Any:
+    """A `functools.partial` as JAX's own, which is a pytree; others as they are.
+
+    Other arrays in it then compile nothing anew.
+    """
+    if isinstance(function, functools.partial):
+        return jtu.Partial(function.func, *function.args, **function.keywords)
+    return function
 
 
 def is_traced(tree: Any) -> bool:

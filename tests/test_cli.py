@@ -9,12 +9,7 @@ import flowsim as fs
 from flowsim.__main__ import main
 from flowsim.records import load_chain_file
 
-
-def run_command(arguments, capsys) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as end:
-        main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return int(end.value.code or 0), out, err
+from .commands import run_command
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """The flow: what it refuses, in one clear line."""
 
+import functools
+
 import diffrax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,22 @@ import pytest
 import flowsim as fs
 
 from .problems import hyperbolic as product
+
+
+def test_an_observer_with_other_numbers_compiles_nothing_anew():
+    traced = []
+
+    def observe(scale, y):
+        traced.append(scale)
+        return scale * y[0]
+
+    counts = []
+    for scale in (1.0, 3.0):
+        partial = functools.partial(observe, jnp.asarray(scale))
+        run = fs.gradient_flow(product, jnp.ones(2), t1=1.0, observe=partial)
+        np.testing.assert_allclose(run.observables, scale * run.models[:, 0])
+        counts.append(len(traced))
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize(

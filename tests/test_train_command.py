@@ -10,7 +10,6 @@ import pytest
 
 import flowsim as fs
 from flowsim import empirical
-from flowsim.__main__ import main
 from flowsim.plots import comparison_figure
 from flowsim.verification import Verification
 from flowsim.verification.empirical import (
@@ -20,6 +19,7 @@ from flowsim.verification.empirical import (
     _text_claims as text_claims,
 )
 
+from .commands import run_command
 from .problems import STORY, named_chain, observed_flow, random_model
 
 KEY = jax.random.key(0)
@@ -38,13 +38,6 @@ def test_the_figure_has_six_panels_and_both_runs():
     )
     alone = comparison_figure(run, None, chain)
     assert len(alone.axes[0].lines) < len(figure.axes[0].lines)
-
-
-def run_command(arguments, capsys) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as end:
-        main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return int(end.value.code or 0), out, err
 
 
 @pytest.mark.slow

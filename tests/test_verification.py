@@ -27,7 +27,7 @@ from flowsim.verification import (
     depart,
     verify,
 )
-from flowsim.verification.flows import avoiding_chain, crossing, dense, read
+from flowsim.verification.flows import avoiding_chain, crossing, read
 from flowsim.verification.second_saddle import critical_point_claims
 from flowsim.verification.whole_cycle import approaches
 
@@ -103,7 +103,9 @@ def test_a_dense_chain_has_the_same_loss_as_its_structured_one():
     chain = named_chain("default")
     model = AttentionModel.init(jax.random.key(0), vocab=4, width=3, scale=0.7)
     np.testing.assert_allclose(
-        PopulationLoss(dense(chain))(model), PopulationLoss(chain)(model), rtol=1e-14
+        PopulationLoss(chain.to_dense())(model),
+        PopulationLoss(chain)(model),
+        rtol=1e-14,
     )
 
 
@@ -131,7 +133,7 @@ def test_a_level_that_is_not_crossed_gives_not_a_number():
 
 @pytest.mark.parametrize("name", ["default", "metropolis", "dense, defocus"])
 def test_theta_c_1_claims_agree_on_chains_of_either_sign(name):
-    loss = PopulationLoss(dense(named_chain(name)))
+    loss = PopulationLoss(named_chain(name).to_dense())
     like = AttentionModel.init(jax.random.key(0), vocab=4, width=3, key_width=2)
     claims = Verification(tuple(critical_point_claims(loss, like)))
     assert claims.count(Verdict.agrees) == len(claims), str(claims)
@@ -152,7 +154,7 @@ def test_a_wrong_prediction_fails_its_claim(monkeypatch, function, statement):
         return jax.tree.map(lambda x: x * (1 + 1e-6), right(*args, **kwargs))
 
     monkeypatch.setattr(theory, function, wrong)
-    loss = PopulationLoss(dense(named_chain("default")))
+    loss = PopulationLoss(named_chain("default").to_dense())
     like = AttentionModel.init(jax.random.key(0), vocab=4, width=3, key_width=2)
     claims = critical_point_claims(loss, like)
     failed = [c.statement for c in claims if c.verdict == Verdict.fails]

@@ -17,7 +17,6 @@ from flowsim.verification.claims import named
 from flowsim.verification.dilution import picture_claims
 from flowsim.verification.early_stages import random_direction
 from flowsim.verification.first_saddle import origin_claims
-from flowsim.verification.flows import dense
 from flowsim.verification.local_models import (
     family_claims,
     lemma_claims,
@@ -43,7 +42,7 @@ def bad(claims) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def default():
-    return PopulationLoss(dense(named_chain("default")))
+    return PopulationLoss(named_chain("default").to_dense())
 
 
 @pytest.mark.slow
@@ -54,7 +53,7 @@ def test_the_lemma_agrees_on_the_default_chain(default):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["default", "metropolis"])
 def test_the_manifold_claims_agree_and_fail_with_a_wrong_rate(name, monkeypatch):
-    loss = PopulationLoss(dense(named_chain(name)))
+    loss = PopulationLoss(named_chain(name).to_dense())
     assert not bad(manifold_claims(loss))
     right = theory.focus_rate
     monkeypatch.setattr(theory, "focus_rate", lambda chain: 1.05 * right(chain))
@@ -111,7 +110,7 @@ def test_stages_i_and_ii_on_a_member_of_the_other_families(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_spectra_of_a_member_agree_and_fail_with_a_wrong_theory(name, monkeypatch):
-    loss = PopulationLoss(dense(FAMILIES[name]().chain(0.05)))
+    loss = PopulationLoss(FAMILIES[name]().chain(0.05).to_dense())
     like = random_direction(loss, jax.random.key(0), width=2)
 
     def measured():

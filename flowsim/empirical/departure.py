@@ -6,25 +6,23 @@ Starting beside the point shows the limit; starting beside the origin shows how 
 eps has to be.
 """
 
+import functools as ft
 import itertools
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from .. import _summary, theory
-from .._types import Scalar
 from ..flow import gradient_flow
 from ..loss import PopulationLoss
 from ..markov import MarkovChain
 from ..model import AttentionModel
 from .events import crossing
-from .matrices import strength
-from .runs import dense_loss
+from .matrices import StrengthPast, strength
 
 # |Phi| at which the direction of attention is read: still linear next to the point,
 # past the first transient from the origin.
@@ -142,7 +140,7 @@ def _leave(
     growth = 1 / abs(rate)
     if name == "origin":
         growth += 1 / float(theory.origin_rate(chain))
-    loss, top = dense_loss(chain), float(jnp.max(chain.stationary))
+    loss, top = PopulationLoss(chain.to_dense()), float(jnp.max(chain.stationary))
     noise = AttentionModel.init(
         jax.random.key(0) if key is None else key,
         vocab=chain.num_states,
@@ -159,8 +157,8 @@ def _leave(
             rtol=1e-6,
             # Far below the noise, whose growth is what matters.
             atol=1e-9 * scale,
-            observe=jtu.Partial(_watch, loss),
-            stop=_Past(jnp.asarray(1.5 * level)),
+            observe=ft.partial(_watch, loss),
+            stop=StrengthPast(jnp.asarray(1.5 * level)),
         )
         ts = np.asarray(run.ts)
         logs, attention = (np.asarray(x) for x in run.observables)
@@ -183,13 +181,3 @@ def _watch(loss: PopulationLoss, model: AttentionModel) -> tuple[Array, Array]:
     pi = loss.chain.stationary
     attention = pi @ loss.attention(model)[:, jnp.argmax(pi)]
     return jnp.log(strength(model)), attention
-
-
-class _Past(eqx.Module):
-    """Whether |Phi| is past a level: what follows takes long, and is not asked for."""
-
-    level: Scalar
-
-    def __call__(self, t: Scalar, model: AttentionModel) -> Bool[Array, ""]:
-        del t
-        return strength(model) > self.level

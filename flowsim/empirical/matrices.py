@@ -4,12 +4,12 @@ Condensation sees pi alone, so it takes the same time for all of them; what foll
 set by the chain's own c, in sign and speed.
 """
 
+import functools as ft
 from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Bool, PRNGKeyArray
 
@@ -20,7 +20,6 @@ from ..loss import PopulationLoss
 from ..markov import MarkovChain, lazy_chain, metropolis_chain
 from ..model import AttentionModel
 from .events import crossing
-from .runs import dense_loss
 
 
 class StageTimes(eqx.Module):
@@ -124,7 +123,7 @@ def stage_times(
         )
     found = []
     for name, chain in chains.items():
-        loss = dense_loss(chain)
+        loss = PopulationLoss(chain.to_dense())
         mu, c = float(theory.origin_rate(chain)), float(theory.focus_rate(chain))
         runs = [_times(loss, width, scale, key, mu, c) for scale in scales]
         (early, focus_early, _), (late, focus, change) = runs
@@ -157,8 +156,8 @@ def _times(
         model,
         t1=2 * float(np.log(1 / scale)) * (1 / mu + 1 / abs(c)),
         rtol=1e-6,
-        observe=jtu.Partial(_watch, loss),
-        stop=_past_focus,
+        observe=ft.partial(_watch, loss),
+        stop=StrengthPast(jnp.asarray(0.6)),
     )
     ts, losses = np.asarray(run.ts), np.asarray(run.losses)
     half = 0.5 * (np.log(chain.num_states) + float(chain.unigram_entropy))
@@ -182,7 +181,11 @@ def strength(model: AttentionModel) -> Scalar:
     return jnp.sqrt(jnp.sum(model.attention_logits() ** 2))
 
 
-def _past_focus(t: Scalar, model: AttentionModel) -> Bool[Array, ""]:
-    """Whether the focus is over: what follows takes long, and is not asked for."""
-    del t
-    return strength(model) > 0.6
+class StrengthPast(eqx.Module):
+    """Whether |Phi| is past a level: what follows takes long, and is not asked for."""
+
+    level: Scalar
+
+    def __call__(self, t: Scalar, model: AttentionModel) -> Bool[Array, ""]:
+        del t
+        return strength(model) > self.level

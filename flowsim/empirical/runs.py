@@ -1,10 +1,14 @@
-"""The two runs of every study: training on a text, and the population flow."""
+"""The two runs of every study: training on a text, and the population flow.
 
+Compiling a run takes longer than most runs take, so chains are made dense: all of one
+vocabulary share the compiled code. Attention needs matrices of this size anyway.
+"""
+
+import functools as ft
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from jaxtyping import PRNGKeyArray
 
 from ..diagnostics import diagnose
@@ -56,7 +60,7 @@ def train_on(
     **options: Any,
 ) -> Trajectory:
     """Training on windows of a text, watched under the population loss of its chain."""
-    loss = dense_loss(setting.chain)
+    loss = PopulationLoss(setting.chain.to_dense())
     return train(
         setting.batches(length=length, size=batch),
         model,
@@ -64,7 +68,7 @@ def train_on(
         num_steps,
         key=key,
         evaluate=loss,
-        observe=jtu.Partial(diagnose, loss),
+        observe=ft.partial(diagnose, loss),
         every=max(1, num_steps // _ROWS),
         **options,
     )
@@ -74,21 +78,12 @@ def follow_flow(
     chain: MarkovChain, model: AttentionModel, t1: float, **options: Any
 ) -> Trajectory:
     """The population flow of a chain, in double precision where that is turned on."""
-    loss = dense_loss(chain)
+    loss = PopulationLoss(chain.to_dense())
     return gradient_flow(
         loss,
         jax.tree.map(lambda leaf: leaf.astype(jnp.result_type(float)), model),
         t1=t1,
         rtol=1e-6,
-        observe=jtu.Partial(diagnose, loss),
+        observe=ft.partial(diagnose, loss),
         **options,
     )
-
-
-def dense_loss(chain: MarkovChain) -> PopulationLoss:
-    """The population loss with a dense matrix, whatever the chain is made of.
-
-    Compiling a run takes longer than most runs take: all chains of one vocabulary
-    share the compiled code. Attention needs dense matrices of this size anyway.
-    """
-    return PopulationLoss(MarkovChain(chain.transition, chain.stationary))

@@ -81,7 +81,7 @@ def _resumable(problem: Problem) -> _Resumable:
 
 
 class Blocks(eqx.Module):
-    """A run between two blocks. The store is held apart while a run is concrete."""
+    """A run between two blocks."""
 
     t0: Scalar
     t: Scalar
@@ -89,7 +89,6 @@ class Blocks(eqx.Module):
     dt: Scalar
     solver_state: PyTree
     controller_state: PyTree
-    store: Any
     loss: Scalar
     grad_norm: Scalar
     outcome: Outcome
@@ -121,7 +120,6 @@ def _start(
         dt=t_next - t0,
         solver_state=solver_state,
         controller_state=controller_state,
-        store=None,
         loss=loss,
         grad_norm=grad_norm,
         outcome=Outcome.where(finite, Outcome.max_steps_reached, Outcome.not_finite),
@@ -153,8 +151,8 @@ def _advance(
     t1: Scalar,
     block: int,
     every: int | None,
-) -> tuple[Blocks, Steps]:
-    """One more block of solver steps; the store is passed on as it was."""
+) -> tuple[Blocks, Steps, PyTree[Array]]:
+    """One more block of solver steps, and its rows."""
 
     def row(t, y, args):
         del t, args
@@ -203,7 +201,7 @@ def _advance(
     outcome = Outcome.where(loss > carry.loss + rise, Outcome.loss_increased, outcome)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     outcome = Outcome.where(finite, outcome, Outcome.not_finite)
-    steps = Steps(ts, rows, increments, wanted, accepted)
+    steps = Steps(ts, increments, wanted, accepted)
     carry = Blocks(
         t0=carry.t0,
         t=t,
@@ -211,7 +209,6 @@ def _advance(
         dt=controller_state[1],
         solver_state=sol.solver_state,
         controller_state=controller_state,
-        store=carry.store,
         loss=loss,
         grad_norm=grad_norm,
         outcome=outcome,
@@ -219,7 +216,7 @@ def _advance(
         num_steps=num_steps,
         num_accepted=carry.num_accepted + accepted,
     )
-    return _strongly_typed(carry), steps
+    return _strongly_typed(carry), steps, rows
 
 
 _advance_jit = eqx.filter_jit(_advance)
@@ -267,12 +264,12 @@ def solve_in_blocks(
     every: int | None,
     max_steps: int,
     progress: bool,
-) -> tuple[Blocks, HostRows | None]:
+) -> tuple[Blocks, Thinning, HostRows | None]:
     """Integrate and keep accepted steps: every n-th, or at most so many by path.
 
     Returns:
-        The state at the end, whose store holds the rows if traced, and otherwise their
-        numbers; and then the rows.
+        The state at the end; the record, which holds the rows if traced, and otherwise
+        their numbers; and then the rows.
     """
     carry, first = _start(problem, y0, t0, t1)
     # Asked of the result: the objective may close over a traced value.
@@ -294,20 +291,16 @@ def solve_in_blocks(
         carry, store = _drive(
             problem, carry, store, rows, t1, block, limit, every, progress
         )
-        return _with_store(carry, store), rows
+        return carry, store, rows
 
-    def advance(carry: Blocks) -> Blocks:
-        carry, steps = _advance(problem, carry, t1, block, every)
-        return _with_store(carry, with_rows(carry.store, steps, steps.rows))
+    def unfinished(state: tuple[Blocks, Thinning]) -> Bool[Array, ""]:
+        return ~state[0].done & (state[0].num_steps < limit)
 
-    carry = jax.lax.while_loop(
-        lambda c: ~c.done & (c.num_steps < limit), advance, _with_store(carry, store)
-    )
-    return carry, None
+    def advance(state: tuple[Blocks, Thinning]) -> tuple[Blocks, Thinning]:
+        carry, steps, rows = _advance(problem, state[0], t1, block, every)
+        return carry, with_rows(state[1], steps, rows)
 
-
-def _with_store(carry: Blocks, store: Thinning) -> Blocks:
-    return eqx.tree_at(lambda c: c.store, carry, store, is_leaf=lambda x: x is None)
+    return *jax.lax.while_loop(unfinished, advance, (carry, store)), None
 
 
 def _drive(
@@ -331,10 +324,9 @@ def _drive(
                 if every is not None:
                     store = grown(store, block)
                 before = carry
-                after, steps = _advance_jit(problem, carry, t1, block, every)
-                rows.append(steps.rows, int(steps.count))
-                numbered = eqx.tree_at(lambda s: s.rows, steps, None)
-                numbered = store_numbers(store, numbered, before.num_accepted)
+                after, steps, new = _advance_jit(problem, carry, t1, block, every)
+                rows.append(new, int(steps.count))
+                numbered = store_numbers(store, steps, before.num_accepted)
                 carry, store = after, numbered
                 if rows.num_held > 2 * store.ts.shape[0]:
                     rows.keep(np.asarray(store.rows))

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from .. import _trees
 from .._types import Params, Scalar
-from ..trajectory import Outcome, Trajectory, ended_as_asked, repeat_last
+from ..trajectory import Outcome, Thinning, Trajectory, ended_as_asked, repeat_last
 from .blocks import Blocks
 from .problem import (
     Measurement,
@@ -31,9 +31,8 @@ from .problem import (
 from .rows import HostRows, examine, padded
 
 
-def finish(problem: Problem, carry: Blocks) -> Path:
+def finish(problem: Problem, carry: Blocks, store: Thinning) -> Path:
     """The rows of a traced run, with the last state reached as the last of them."""
-    store = carry.store
     new = carry.t > store.ts[store.count - 1]
     row = carry.y if problem.keep_models else measure(problem, carry.y)
     index = jnp.where(new, store.count, store.count - 1)
@@ -52,11 +51,13 @@ def finish(problem: Problem, carry: Blocks) -> Path:
     )
 
 
-def finish_on_host(problem: Problem, carry: Blocks, rows: HostRows) -> Path:
+def finish_on_host(
+    problem: Problem, carry: Blocks, store: Thinning, rows: HostRows
+) -> Path:
     """The same for a concrete run: NumPy arrays without unused rows."""
-    count = int(carry.store.count)
-    ts = np.asarray(carry.store.ts)[:count]
-    kept = rows.gather(np.asarray(carry.store.rows)[:count])
+    count = int(store.count)
+    ts = np.asarray(store.ts)[:count]
+    kept = rows.gather(np.asarray(store.rows)[:count])
     if float(carry.t) > ts[-1]:
         row = carry.y if problem.keep_models else measure_one(problem, carry.y)
         ts = np.append(ts, np.asarray(carry.t))
@@ -88,13 +89,11 @@ def statistics(carry: Blocks) -> dict[str, Any]:
 def as_trajectory(
     problem: Problem,
     start: Params,
-    path: Path | Blocks,
+    path: Path,
     gradient_stop: bool,
     differentiable: bool,
 ) -> Trajectory:
     """Measure the saved rows and check that the loss fell along them."""
-    if isinstance(path, Blocks):
-        path = finish(problem, path)
     ts, rows = repeat_last(path.ts, path.rows, path.count)
     if problem.keep_models:
         models = rows

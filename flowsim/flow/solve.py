@@ -20,7 +20,7 @@ from ..solvers import BDFController, SymmetricBDF
 from ..trajectory import Trajectory, trim
 from . import labour
 from .blocks import solve_in_blocks
-from .conclude import as_trajectory, finish_on_host, from_host
+from .conclude import as_trajectory, finish, finish_on_host, from_host
 from .problem import Problem
 from .times import solve_at_times
 
@@ -157,7 +157,7 @@ def gradient_flow(
         solver=solver,
         controller=controller,
         event=_as_event(stop, reduction),
-        observe=observe,
+        observe=_trees.partial_as_tree(observe),
         reduction=reduction,
         rtol=relative,
         atol=absolute,
@@ -166,7 +166,7 @@ def gradient_flow(
     )
     gradient_stop = isinstance(stop, float | int) and not isinstance(stop, bool)
     if save.ts is None:
-        end_state, rows = solve_in_blocks(
+        end_state, store, rows = solve_in_blocks(
             problem,
             state,
             start,
@@ -179,9 +179,10 @@ def gradient_flow(
         if may_recycle and labour.recycles(end_state):
             why += "; its linear systems grew laborious: recycles Ritz vectors"
         if rows is None:
-            run = as_trajectory(problem, state, end_state, gradient_stop, True)
+            path = finish(problem, end_state, store)
+            run = as_trajectory(problem, state, path, gradient_stop, True)
         else:
-            path = finish_on_host(problem, end_state, rows)
+            path = finish_on_host(problem, end_state, store, rows)
             run = from_host(problem, state, path, gradient_stop)
     else:
         path = solve_at_times(

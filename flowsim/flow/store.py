@@ -15,10 +15,9 @@ from ..trajectory import Thinning
 
 
 class Steps(eqx.Module):
-    """The accepted steps of a block, the first `count` of them filled in."""
+    """The accepted steps of a block, the first `count` of them filled in; no rows."""
 
     ts: Float[Array, " block"]
-    rows: PyTree[Array]
     increments: Float[Array, " block"]
     wanted: Bool[Array, " block"]
     count: Int[Array, ""]

@@ -30,7 +30,6 @@ from .taylor import TaylorField
 from .unfolding import (
     FirstOrder,
     Unfolding,
-    _dense,
     _orthogonal,
     first_order,
     unfold,
@@ -151,7 +150,7 @@ def study_unfolding(
     family = TwoLevelFamily(top, lam, jnp.asarray(pattern))
     axes = (jnp.eye(size)[0] for size in (width, key_width))
     frame = RankOneFrame(*axes)
-    loss = PopulationLoss(_dense(family.chain(0.0)))
+    loss = PopulationLoss(family.chain(0.0).to_dense())
     say("the degenerate point")
     point = degenerate_point(
         loss, frame, start=manifold_start(loss, frame, attention=1e-4)

@@ -41,7 +41,7 @@ from ..derivatives import gradient, hessian
 from ..flow import gradient_flow
 from ..invariant import RankOneFrame, RankOneModel, Reduced
 from ..loss import PopulationLoss, weighted_attention
-from ..markov import DenseKernel, MarkovChain
+from ..markov import MarkovChain
 from ..model import AttentionModel
 from ..trajectory import Outcome
 from .families import ChainFamily
@@ -181,7 +181,7 @@ def unfold(
     normal = _orthogonal(frame)
     seen, reduced = [], start
     for delta in deltas:
-        loss = PopulationLoss(_dense(chain_at(delta)))
+        loss = PopulationLoss(chain_at(delta).to_dense())
         reduced = find_critical_point(Reduced(loss, frame), reduced, tol=polish).model
         seen.append((reduced, *_examine(loss, frame, reduced, normal)))
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *seen)
@@ -248,7 +248,7 @@ def depart(
         key: of the displacement; `jax.random.key(0)` when absent.
         rtol: relative tolerance of the flow.
     """
-    loss = PopulationLoss(_dense(loss.chain))
+    loss = PopulationLoss(loss.chain.to_dense())
     point = frame.lift(at)
     noise = AttentionModel.init(
         jax.random.key(0) if key is None else key,
@@ -334,8 +334,3 @@ def _orthogonal(frame: RankOneFrame) -> Float[Array, " m"]:
     if frame.alpha.size < 2:
         raise ValueError("the embedding width must be at least 2; got 1.")
     return jnp.linalg.svd(frame.alpha[None])[2][-1]
-
-
-def _dense(chain: MarkovChain) -> MarkovChain:
-    """One type for all chains, so that code is compiled once."""
-    return MarkovChain(DenseKernel(chain.transition), chain.stationary)

@@ -82,6 +82,13 @@ class MarkovChain(eqx.Module):
         """The dense transition matrix P; rows sum to one."""
         return self.kernel.dense(self.stationary)
 
+    def to_dense(self) -> "MarkovChain":
+        """The same law with the matrix stored whole, and without names of tokens.
+
+        Chains of one size then share compiled code, whatever they were made of.
+        """
+        return MarkovChain(DenseKernel(self.transition), self.stationary)
+
     @property
     def entropy_rate(self) -> Scalar:
         """H(P) = - sum_i pi_i sum_j P_ij log P_ij in nats: the floor of the loss."""

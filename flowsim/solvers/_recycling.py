@@ -30,6 +30,7 @@ References:
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -101,11 +102,6 @@ class Recycled(eqx.Module):
         excess = jnp.maximum(num_products - fair, 0)
         return eqx.tree_at(lambda s: s.excess, self, self.excess + excess)
 
-    @property
-    def price(self) -> int:
-        """Excess products that a renewal is worth."""
-        return _PRICE_SMALL if self.is_small else self.values.size
-
     def renew_if_due(
         self, product: Callable[[Float[Array, " n"]], Float[Array, " n"]]
     ) -> tuple["Recycled", Int[Array, ""]]:
@@ -114,26 +110,26 @@ class Recycled(eqx.Module):
         Args:
             product: the map v -> J v.
         """
-        due = self.excess >= self.price
+        due = self.excess >= (_PRICE_SMALL if self.is_small else self.values.size)
         sweeps = jnp.where(jnp.all(self.values == 0), _FIRST_SWEEPS, 1)
         renewed = lax.cond(
             due,
-            lambda s: lax.fori_loop(0, sweeps, lambda _, s: s.renewed(product), s),
+            lambda s: lax.fori_loop(0, sweeps, lambda _, s: s._swept(product), s),
             lambda s: s,
             self,
         )
         num_products = jnp.where(due, sweeps * self.values.size, 0)
         return renewed, num_products.astype(jnp.int32)
 
-    def renewed(
+    def _swept(
         self, product: Callable[[Float[Array, " n"]], Float[Array, " n"]]
     ) -> "Recycled":
         """The subspace after one sweep of subspace iteration with v -> J v."""
         dtype, stored = self.values.dtype, self.vectors.dtype
         exact = lax.Precision.HIGHEST
         # XLA's batched products of large systems are slower than single ones.
-        each = jax.vmap if self.is_small else _one_by_one
-        images = each(lambda v: product(v.astype(dtype)))(self.vectors)
+        over_rows = jax.vmap if self.is_small else lambda f: partial(lax.map, f)
+        images = over_rows(lambda v: product(v.astype(dtype)))(self.vectors)
         # A preconditioner has no derivative: it does not change the solution.
         images = lax.stop_gradient(images)
         ritz = jnp.dot(images, self.vectors.astype(dtype).T, precision=exact)
@@ -143,7 +139,3 @@ class Recycled(eqx.Module):
         # In this order the dominant directions are not disturbed by the others.
         vectors = jnp.linalg.qr(images.T)[0].T.astype(stored)
         return Recycled(vectors, values[order], jnp.zeros((), jnp.int32))
-
-
-def _one_by_one(function: Callable) -> Callable:
-    return lambda rows: lax.map(function, rows)

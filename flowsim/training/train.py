@@ -1,6 +1,5 @@
 """`train`: check, choose which rows to keep, take the steps, conclude."""
 
-import functools
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -77,9 +76,7 @@ def train(
     """
     model = jtu.tree_map(_as_array, model)
     _trees.check_params(model)
-    if isinstance(observe, functools.partial):
-        # JAX's own partial is a pytree: other arrays in it compile nothing anew.
-        observe = jtu.Partial(observe.func, *observe.args, **observe.keywords)
+    observe = _trees.partial_as_tree(observe)
     problem, settings = _prepare(objective, model, optimiser, key, evaluate, observe)
     num_params = _trees.num_params(model)
     if every is None:

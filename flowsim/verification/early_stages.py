@@ -5,7 +5,6 @@ The same functions serve every chain; `follow` makes the runs that they share.
 
 from collections.abc import Sequence
 
-import jax
 from jaxtyping import PRNGKeyArray
 
 from ..loss import PopulationLoss
@@ -32,11 +31,6 @@ def random_direction(
         key_width=key_width,
         scale=1.0,
     )
-
-
-def scaled(direction: AttentionModel, eps: float) -> AttentionModel:
-    """eps times a start."""
-    return jax.tree.map(lambda leaf: eps * leaf, direction)
 
 
 def follow(

@@ -110,11 +110,6 @@ class Watch(eqx.Module):
         )
 
 
-def dense(chain: MarkovChain) -> MarkovChain:
-    """The same chain with a dense kernel."""
-    return MarkovChain(DenseKernel(chain.transition), chain.stationary)
-
-
 def observed_flow(
     loss: PopulationLoss,
     start: AttentionModel,

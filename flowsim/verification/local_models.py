@@ -45,9 +45,8 @@ from .early_stages import (
     follow,
     further_claims,
     random_direction,
-    scaled,
 )
-from .flows import dense, observed_flow
+from .flows import observed_flow
 from .unfolding import (
     FAMILIES,
     degenerate_claims,
@@ -115,11 +114,11 @@ def local_model_claims(
 
 def member_claims(family: ChainFamily) -> list[Claim]:
     """Stages I and II, the lemma, the manifold and the embeddings' picture."""
-    loss = PopulationLoss(dense(family.chain(_APART)))
+    loss = PopulationLoss(family.chain(_APART).to_dense())
     start_key, attention_key = jax.random.split(jax.random.key(0))
     direction = random_direction(loss, start_key, width=loss.chain.num_states)
     escapes = follow(loss, direction, _SCALES, rtol=1e-8)
-    run = observed_flow(loss, scaled(direction, _SCALES[1]), t1=_END, rtol=1e-8)
+    run = observed_flow(loss, _trees.scale(_SCALES[1], direction), t1=_END, rtol=1e-8)
     return [
         *early_claims(loss, direction, escapes, attention_key),
         *further_claims(loss, direction, escapes),
@@ -242,7 +241,7 @@ def manifold_claims(loss: PopulationLoss) -> list[Claim]:
 
 def family_claims(name: str, family: ChainFamily) -> list[Claim]:
     """Stages III and IV on one family."""
-    loss = PopulationLoss(dense(family.chain(0.0)))
+    loss = PopulationLoss(family.chain(0.0).to_dense())
     frame = _frame()
     start = manifold_start(loss, frame, attention=_ATTENTION)
     end = degenerate_point(loss, frame, start=start, rtol=1e-9)

@@ -12,7 +12,7 @@ from ..markov import MarkovChain, lazy_chain
 from ..model import AttentionModel
 from ..spectrum import spectrum
 from .claims import Claim, compare, depart
-from .flows import Escape, avoiding_chain, dense, grow_attention
+from .flows import Escape, avoiding_chain, grow_attention
 
 _STAGE_II = "stage II"
 _ROUND_OFF = 1e-10
@@ -141,7 +141,7 @@ def focus_claims(
     rate = float(theory.focus_rate(chain))
     growth = grow_attention(chain, **sizes)
     still = grow_attention(
-        dense(lazy_chain(chain.stationary, 0.0)), rate=abs(rate), **sizes
+        lazy_chain(chain.stationary, 0.0).to_dense(), rate=abs(rate), **sizes
     )
     away_chain = avoiding_chain(chain.stationary)
     away = grow_attention(away_chain, **sizes)
@@ -212,7 +212,7 @@ def sign_claims(
     claims = []
     for name, chain in chains.items():
         rate = float(theory.focus_rate(chain))
-        growth = grow_attention(dense(chain), width=width, key_width=width, key=key)
+        growth = grow_attention(chain.to_dense(), width=width, key_width=width, key=key)
         moved = np.sign(growth.change) if growth.succeeded else np.nan
         note = (
             f"c = {rate:.6g}; flow from theta_c^1 with random attention of 1e-7, "

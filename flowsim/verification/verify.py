@@ -18,9 +18,8 @@ from .early_stages import (
     follow,
     further_claims,
     random_direction,
-    scaled,
 )
-from .flows import dense, observed_flow
+from .flows import observed_flow
 from .local_models import local_model_claims
 from .second_saddle import sign_claims
 from .whole_cycle import (
@@ -91,7 +90,7 @@ def verify(
             f"got {plateau_scales}."
         )
     chain = lazy_chain([0.75, 0.19, 0.05, 0.01], 0.5) if chain is None else chain
-    loss = PopulationLoss(dense(chain))
+    loss = PopulationLoss(chain.to_dense())
     key = jax.random.key(0) if key is None else key
     start_key, attention_key = jax.random.split(key)
     direction = random_direction(loss, start_key, width=width, key_width=key_width)
@@ -99,7 +98,7 @@ def verify(
     claims: list[Claim] = []
 
     say("one whole cycle")
-    run = observed_flow(loss, scaled(direction, scale), t1=t1, rtol=rtol)
+    run = observed_flow(loss, _trees.scale(scale, direction), t1=t1, rtol=rtol)
     claims += conservation_claims(loss, run)
 
     say("the origin, theta_c^1 and the escapes from both")
@@ -112,7 +111,7 @@ def verify(
     say("saddles and stages of the cycle")
     large, small = (
         find_saddles(
-            observed_flow(loss, scaled(direction, eps), t1=t1, rtol=rtol), loss
+            observed_flow(loss, _trees.scale(eps, direction), t1=t1, rtol=rtol), loss
         )
         for eps in plateau_scales
     )
