@@ -1,10 +1,14 @@
 """The house: imports go down, files stay short, importing changes nothing."""
 
 import ast
+import builtins
+import dis
+import importlib
 import subprocess
 import sys
 from itertools import chain
 from pathlib import Path
+from types import CodeType
 
 import pytest
 
@@ -63,6 +67,43 @@ def test_imports_go_down(path):
     assert own in RANK, f"{own} has no floor"
     for other in imported_modules(path) - {own}:
         assert RANK[other] < RANK[own], f"{own} must not import {other}"
+
+
+def undefined_names(path: Path) -> set[str]:
+    """Global names that the code of a module reads and that the module lacks."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    module = importlib.import_module(".".join(["flowsim", *parts]))
+    found, codes = set(), [compile(path.read_text(), str(path), "exec")]
+    while codes:
+        code = codes.pop()
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+        found |= {
+            step.argval
+            for step in dis.get_instructions(code)
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        }
+    return found - set(vars(module)) - set(dir(builtins)) - set(_local_names(path))
+
+
+def _local_names(path: Path) -> set[str]:
+    """Names bound in class bodies, which read like global ones there."""
+    tree = ast.parse(path.read_text())
+    bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    names = {"__module__", "__qualname__", "__name__", "__annotations__"}
+    for node in chain.from_iterable(bodies):
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        for name in ast.walk(node):
+            if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
+                names.add(name.id)
+    return names
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_name_is_undefined(path):
+    # Linters cannot look: jaxtyping's shapes read like undefined names to them.
+    if path.name != "__main__.py":
+        assert not undefined_names(path)
 
 
 def test_every_floor_exists():

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
-from .. import corpus
+from .. import _trees, corpus
 from ..loss import PopulationLoss
 from ..markov import MarkovChain, lazy_chain
 from ..saddles import find_saddles
