@@ -85,6 +85,7 @@ def test_a_batch_equals_the_loss_of_its_windows():
     np.testing.assert_allclose(whole.logits(model), literal.logits(model), rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [1, 7, 100, 2000])
 def test_chunks_change_neither_value_nor_gradient(chunk_size):
     ids = text(400)
@@ -113,6 +114,7 @@ def test_chunks_bound_the_memory_of_a_gradient():
     assert temporary(2**10) < temporary(2**16) / 8
 
 
+@pytest.mark.slow
 def test_batches_of_a_chain_are_stationary_pairs_with_fresh_windows():
     chain = named_chain("metropolis")
     batches = ChainBatches(chain, length=6, size=20_000)

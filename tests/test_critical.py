@@ -67,6 +67,7 @@ def test_the_point_found_on_a_manifold_is_near_the_nearest():
     assert float(point.displacement) == pytest.approx(nearest, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("basis_size", [300, 40])
 def test_the_second_critical_point_is_recovered_from_a_perturbed_guess(basis_size):
     chain = named_chain("default")
@@ -86,6 +87,7 @@ def test_the_second_critical_point_is_recovered_from_a_perturbed_guess(basis_siz
     assert int(spectrum(objective, point.model).num_unstable) == 5
 
 
+@pytest.mark.slow
 def test_convergence_is_superlinear_on_a_manifold_of_critical_points():
     guess = jnp.array([2.0, 0.6])
     sizes = [

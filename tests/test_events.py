@@ -47,6 +47,7 @@ def test_events_are_the_crossings_and_extrema_of_the_curves():
     assert "second direction at" in str(events)
 
 
+@pytest.mark.slow
 def test_what_does_not_happen_is_none():
     flat = [0.1] * 4
     run = drawn_run([0.0, 1.0, 2.0, 3.0], [0.9] * 4, flat, [3.0] * 4)

@@ -72,6 +72,7 @@ def test_reverse_mode_through_an_explicit_solver_gives_the_gradient_in_pi():
     check_by_differences(values, gradients[0] @ DIRECTION, 1e-8)
 
 
+@pytest.mark.slow
 def test_derivatives_of_a_flow_with_a_known_solution_are_exact():
     """Of u' = v (c - u v), v' = u (c - u v) from u = v = s: w = u v obeys
     w' = 2 w (c - w), and is c/2 at the time log(c/s^2 - 1) / (2 c)."""

@@ -80,6 +80,7 @@ def test_two_modes_visit_two_saddles_then_the_minimum():
     assert all(float(visit.point.grad_norm) <= 1e-12 for visit in visits)
 
 
+@pytest.mark.slow
 def test_a_run_on_the_stable_manifold_ends_at_a_saddle():
     start = jnp.array([1.0, -1.0])
     run = gradient_flow(SADDLE, start, t1=20.0)

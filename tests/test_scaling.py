@@ -102,6 +102,7 @@ def test_alignment_removes_a_shift_of_time():
 # Which way attention goes as eps -> 0.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["default", "dense, defocus"])
 def test_beside_the_second_point_attention_leaves_by_the_sign_of_c_at_its_rate(name):
     chain = named_chain(name)

@@ -58,6 +58,7 @@ def test_conserved_quantities_do_not_change_along_the_gradient(name, scale_atten
     assert all(largest(value) > 0.1 for value in vars(change).values())
 
 
+@pytest.mark.slow
 def test_conserved_quantities_do_not_change_on_finite_samples():
     chain = named_chain(DEFAULT)
     model = random_model(chain)

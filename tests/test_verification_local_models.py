@@ -108,6 +108,7 @@ def test_stages_i_and_ii_on_a_member_of_the_other_families(name):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_spectra_of_a_member_agree_and_fail_with_a_wrong_theory(name, monkeypatch):
     loss = PopulationLoss(FAMILIES[name]().chain(0.05).to_dense())

@@ -29,6 +29,7 @@ def test_the_reduction_is_an_isometry_onto_the_span_of_the_start():
         np.testing.assert_allclose(new, old, atol=1e-15)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_the_wide_model_lies_in_the_reduced_subspace():
     chain = fs.metropolis_chain([0.6, 0.3, 0.1])
     reduction = reduce_width(wide_start())
