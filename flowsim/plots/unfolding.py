@@ -109,6 +109,6 @@ def study_figure(study: UnfoldingStudy) -> Figure:
     for ax, letter in zip(axes.flat, "abcd", strict=True):
         ax.set_title(letter, loc="left", fontweight="bold", fontsize="large")
     # Between the curves and round-off there is room.
-    axes[0, 0].legend(loc=(0.04, 0.18), fontsize="small", frameon=False)
+    axes[0, 0].legend(loc=(0.36, 0.16), fontsize="small", frameon=False)
     axes[0, 1].legend(fontsize="small", frameon=False)
     return figure
