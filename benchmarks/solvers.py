@@ -5,13 +5,15 @@
         [--json FILE] [--table FILE] [--figure FILE] [--resume]
 
 Every row is one process, pinned to one core, with one BLAS thread, in double precision.
-Seconds are those of a warm call: a short call to the same compiled code comes first,
-and its time is the column of compilation (a whole call where flowsim may change its
-solver on the way, for n > 1,000). flowsim's rows are whole
-`gradient_flow` calls with default saving and records; the other methods return the
-final state only. CVODE (package scikit-sundae, optional) and SciPy call compiled
-derivatives from Python. All methods get the same atol, flowsim's default (1e-4 rtol for
-these starts), and dense ones run up to n = 1,000.
+Seconds are those of a warm call, with half the range of the calls behind it: the median
+of seven where one takes less than 5 s (after one that does not count), of two below
+90 s. A short call to the same compiled code comes first, and its time is the column of
+compilation (a whole call where flowsim may change its solver on the way, for
+n > 1,000). flowsim's rows are whole `gradient_flow` calls with default saving and
+records; the other methods return the final state only. CVODE (package scikit-sundae,
+optional) and SciPy call compiled derivatives from Python. All methods get the same
+atol, flowsim's default (1e-4 rtol for these starts), and dense ones run up to
+n = 1,000.
 
 Error: Euclidean norm of the deviation of the final state from a reference, over the
 norm of the reference. References come from Diffrax's Dopri8 at rtol 1e-11. No explicit
@@ -45,7 +47,7 @@ BOTH, TIGHT = (1e-6, 1e-8), (1e-8,)
 EXPLICIT = {"tsit5": BOTH, "dopri8": BOTH}
 DENSE = {"lsoda": BOTH, "scipy-bdf": TIGHT, "cvode-dense": TIGHT}
 COMMON = {
-    "default": (1e-4, 1e-6, 1e-8, 3e-9, 1e-9, 1e-10),
+    "default": (1e-4, 1e-6, 1e-8, 1e-9, 1e-10),
     "rkc": (1e-4, 1e-6),
     "cvode-gmres": BOTH,
 }
@@ -80,7 +82,7 @@ QUICK: dict[tuple[str, float], dict[str, tuple[float, ...]]] = {
 }
 SELF_REFERENCED = {("Z64", 20000.0), ("W256", 1000.0)}
 ALLOWANCE = 90.0  # Seconds for imports and compilation, beyond the cap.
-REPEAT_BELOW = 5.0  # Rows faster than that are timed three times (median).
+SHORT, LONG = 5.0, 90.0  # Seconds of calls that are timed seven times; twice.
 NUM_FLOWS = 64
 
 
@@ -99,16 +101,26 @@ def processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def timed(call: Any, warm_up: Any) -> tuple[Any, float, float]:
-    """What a call gives, seconds of the first short call, seconds of the warm one."""
+def timed(call: Any, warm_up: Any) -> tuple[Any, dict[str, Any]]:
+    """What a call gives, and seconds: of the first short call, of the warm ones."""
     began = time.perf_counter()
     warm_up()
     compiling, seconds = time.perf_counter() - began, []
-    while not seconds or (seconds[0] < REPEAT_BELOW and len(seconds) < 3):
+    wanted = 1
+    while len(seconds) < wanted:
         began = time.perf_counter()
         result = call()
         seconds.append(time.perf_counter() - began)
-    return result, compiling, statistics.median(seconds)
+        if wanted == 1 and seconds[0] < LONG:
+            short = seconds[0] < SHORT
+            wanted, seconds = (7, []) if short else (2, seconds)
+    spread = 0.5 * (max(seconds) - min(seconds)) if len(seconds) > 1 else None
+    return result, {
+        "compile_s": compiling,
+        "seconds": statistics.median(seconds),
+        "spread_s": spread,
+        "calls": len(seconds),
+    }
 
 
 def flow_row(task: dict[str, Any]) -> dict[str, Any]:
@@ -129,14 +141,14 @@ def flow_row(task: dict[str, Any]) -> dict[str, Any]:
     large = problems.PROBLEMS[task["problem"]].num_params > methods.MAX_DENSE
     whole = task["method"] == "default" and large
     warm_up = task["t1"] * (1.0 if whole else 1e-4)
-    done, compiling, seconds = timed(lambda: call(task["t1"]), lambda: call(warm_up))
+    done, seconds = timed(lambda: call(task["t1"]), lambda: call(warm_up))
     error = None
     if Path(task["reference"]).exists():
         reference = np.load(task["reference"])["y"]
         error = float(np.linalg.norm(done.y - reference) / np.linalg.norm(reference))
     counts = done._asdict()
     del counts["y"]
-    return {"compile_s": compiling, "seconds": seconds, "error": error, **counts}
+    return {**seconds, "error": error, **counts}
 
 
 def sweep_row(task: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +173,7 @@ def sweep_row(task: dict[str, Any]) -> dict[str, Any]:
         run = fs.gradient_flow(loss, models[number], t1=t1, rtol=rtol)
         return jax.block_until_ready(run.models), run
 
-    runs, compiling, seconds = timed(lambda: together(t1), lambda: together(t1 * 1e-4))
+    runs, seconds = timed(lambda: together(t1), lambda: together(t1 * 1e-4))
     alone(t1 * 1e-4, 0)
     singles, errors = [], []
     for number in range(0, NUM_FLOWS, NUM_FLOWS // 8):
@@ -171,9 +183,11 @@ def sweep_row(task: dict[str, Any]) -> dict[str, Any]:
         lane = jax.tree.map(lambda leaf, i=number: leaf[i, -1], runs.models)
         y, expected = problems.flat(lane), problems.flat(run.final)
         errors.append(np.linalg.norm(y - expected) / np.linalg.norm(expected))
-    per_flow, single = seconds / NUM_FLOWS, statistics.mean(singles)
+    for name in ("seconds", "spread_s"):
+        seconds[name] = seconds[name] and seconds[name] / NUM_FLOWS
+    per_flow, single = seconds["seconds"], statistics.mean(singles)
     return {
-        "compile_s": compiling, "seconds": per_flow, "alone_s": single,
+        **seconds, "alone_s": single,
         "share": per_flow / single, "error": float(max(errors)),
         "steps": int(jnp.sum(runs.stats["num_steps"])) // NUM_FLOWS,
         "gradients": int(jnp.sum(runs.stats["num_evaluations"])) // NUM_FLOWS,
@@ -199,9 +213,9 @@ def cycle_row(task: dict[str, Any]) -> dict[str, Any]:
         run = fs.gradient_flow(loss, model, t1=t1, observe=observe)
         return jax.block_until_ready(run.observables) and run
 
-    run, compiling, seconds = timed(lambda: call(task["t1"]), lambda: call(2.0))
+    run, seconds = timed(lambda: call(task["t1"]), lambda: call(2.0))
     return {
-        "compile_s": compiling, "seconds": seconds, "error": None,
+        **seconds, "error": None,
         "steps": int(run.stats["num_steps"]),
         "gradients": int(run.stats["num_evaluations"]),
         "products": int(run.stats["num_products"]), "note": "",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import flowsim as fs
-from flowsim.flow import labour
+from flowsim.flow import compilation, labour
 from flowsim.solvers import SymmetricBDF, _recycling
 
 
@@ -53,3 +53,14 @@ def test_small_flows_recycle_from_the_start_unless_traced():
         np.testing.assert_allclose(run.final, other.final, atol=1e-6)
     products = [int(one.stats["num_products"]) for one in (run, plain)]
     assert products[0] < 0.8 * products[1], products
+
+
+def test_a_compiler_option_that_xla_does_not_know_is_left_out(monkeypatch):
+    assert compilation._options("cpu") and compilation._options("gpu") is None
+    with monkeypatch.context() as patch:
+        patch.setattr(compilation, "_CPU_OPTIONS", {"xla_cpu_no_such_option": False})
+        compilation._options.cache_clear()
+        assert compilation._options("cpu") is None
+        double = compilation.compiled(lambda x: 2 * x)
+        assert double(jnp.asarray(3)) == 6
+    compilation._options.cache_clear()

@@ -18,6 +18,8 @@ def cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     if row.get("share") is not None:
         label += f" ({row['share']:.2f} of one alone, {row['alone_s']:.3g} s)"
     finished = show(seconds, ".3g") or row["note"]
+    if seconds is not None and row.get("spread_s") is not None:
+        finished += f" ± {row['spread_s']:.1g}"
     if seconds is not None and row.get("note"):
         finished += f" ({row['note']})"
     error = row.get("error")

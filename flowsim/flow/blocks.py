@@ -21,6 +21,7 @@ from .._types import Params, Scalar
 from ..derivatives import value_and_grad_norm
 from ..trajectory import Outcome, Thinning
 from . import labour
+from .compilation import compiled
 from .problem import (
     TERM,
     Problem,
@@ -219,7 +220,7 @@ def _advance(
     return _strongly_typed(carry), steps, rows
 
 
-_advance_jit = eqx.filter_jit(_advance)
+_advance_jit = compiled(_advance)
 
 
 def _path_increments(
