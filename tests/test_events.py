@@ -82,6 +82,8 @@ def test_attention_received_starts_at_pi_and_sums_to_one():
     np.testing.assert_allclose(received[0], chain.stationary, rtol=1e-3)
     np.testing.assert_allclose(received.sum(axis=1), 1.0, rtol=1e-12)
     assert float(jnp.abs(received - chain.stationary).max()) > 0.01
+    seen = run.observables.mean_top_attention
+    np.testing.assert_allclose(received[:, 0], seen, rtol=1e-12)
 
 
 def test_bands_part_the_tokens_by_mass_and_average_the_excess():
