@@ -32,10 +32,11 @@ def drawn_run(ts, ratios, attention, entropy):
 @pytest.mark.slow
 def test_events_are_the_crossings_and_extrema_of_the_curves():
     run = drawn_run(
-        ts=[0.0, 10.0, 20.0, 30.0, 40.0, 50.0],
-        ratios=[0.9, 0.15, 0.01, 0.02, 0.18, 0.3],
-        attention=[0.1, 0.1, 0.2, 0.15, 0.05, 0.07],
-        entropy=[3.0, 3.0, 2.5, 2.8, 3.1, 2.0],
+        ts=[0.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0],
+        ratios=[0.9, 0.15, 0.01, 0.02, 0.18, 0.3, 0.3],
+        # Lower before the peak than after it, higher after the second direction.
+        attention=[0.1, 0.04, 0.2, 0.15, 0.05, 0.3, 0.25],
+        entropy=[3.0, 3.0, 2.5, 2.8, 3.1, 2.0, 2.2],
     )
     events = empirical.find_events(run)
     assert events.condensed == pytest.approx(10 + 10 * (0.15 - 0.05) / 0.14)
@@ -55,11 +56,15 @@ def test_what_does_not_happen_is_none():
     assert events.condensed is None and events.second_direction is None
     assert events.attention_peak is None and events.attention_valley is None
     assert events.entropy_minimum is None
-    # A minimum in the last row may go on falling: it is not one yet.
+    # What is extreme in the last row may go on: it is no extremum yet.
     falling = drawn_run(
         [0.0, 1.0, 2.0, 3.0], [0.9] * 4, [0.1, 0.09, 0.08, 0.07], [3.0] * 4
     )
     assert empirical.find_events(falling).attention_valley is None
+    rising = drawn_run(
+        [0.0, 1.0, 2.0, 3.0], [0.9] * 4, [0.1, 0.2, 0.3, 0.4], [3.0] * 4
+    )
+    assert empirical.find_events(rising).attention_peak is None
 
 
 # Learning.
@@ -90,6 +95,12 @@ def test_bands_part_the_tokens_by_mass_and_average_the_excess():
     chain, run = observed_flow("dense, focus")
     bands = empirical.excess_by_band(run, chain)
     assert sorted(i for band in bands for i in band.tokens) == [0, 1, 2, 3]
+    pi = np.asarray(chain.stationary)
+    names = ("most frequent", "middle", "rare")
+    for token in range(4):
+        before = pi[pi > pi[token]].sum()
+        (band,) = (band for band in bands if token in band.tokens)
+        assert band.name == names[min(int(3 * before), 2)]
     lowest = [min(float(chain.stationary[i]) for i in band.tokens) for band in bands]
     highest = [max(float(chain.stationary[i]) for i in band.tokens) for band in bands]
     assert all(a >= b for a, b in zip(lowest[:-1], highest[1:], strict=True))
@@ -110,4 +121,5 @@ def test_attraction_lists_tokens_by_the_time_of_their_largest_factor():
     assert times == sorted(times)
     top = next(row for row in rows if row["token"] == "a")
     received = empirical.attention_received(chain, run.models)[:, 0]
-    assert top["largest factor"] == pytest.approx(float(received.max()) / 0.75)
+    for name, extreme in (("largest", received.max()), ("smallest", received.min())):
+        assert top[f"{name} factor"] == pytest.approx(float(extreme) / 0.75)

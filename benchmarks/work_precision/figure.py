@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatterSciNotation, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from flowsim.plots import _style
 
@@ -46,15 +46,13 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             handles[METHODS[name].label] = line
         ax.set_xscale("log")
         ax.set_yscale("log")
-        for axis in (ax.xaxis, ax.yaxis):
-            low, high = axis.get_view_interval()
-            # Within a decade or so the minor ticks carry the numbers, few of them.
-            if high / low < 30:
-                axis.set_minor_formatter(
-                    LogFormatterSciNotation(minor_thresholds=(2, 0.8))
-                )
-            else:
-                axis.set_minor_formatter(NullFormatter())
+        ax.xaxis.set_major_formatter("{x:g}")
+        low, high = ax.get_xlim()
+        # Within a decade or so the ticks at 2 and 5 are needed to read a number.
+        few = high / low < 50
+        ax.xaxis.set_minor_locator(LogLocator(subs=(2, 5) if few else "all"))
+        ax.xaxis.set_minor_formatter("{x:g}" if few else NullFormatter())
+        ax.yaxis.set_minor_formatter(NullFormatter())
         ax.set_title(f"{problem}, $T$ = {t1:g}", fontsize="medium")
         ax.set_xlabel("seconds")
         ax.set_ylabel("error of the final state")

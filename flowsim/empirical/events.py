@@ -80,7 +80,7 @@ def find_events(run: Trajectory) -> Events:
     bound = len(ts) if second is None else int(np.searchsorted(ts, second)) + 1
     top = int(np.argmax(attention[:bound]))
     peak = None
-    if attention[top] > attention[0] and 0 < top < len(ts) - 1:
+    if 0 < top < len(ts) - 1:
         peak = (float(ts[top]), float(attention[top]))
     valley = _minimum(ts, attention, top, len(ts))
     end = bound if valley is None else int(np.searchsorted(ts, valley[0])) + 1
