@@ -61,9 +61,7 @@ def test_what_does_not_happen_is_none():
         [0.0, 1.0, 2.0, 3.0], [0.9] * 4, [0.1, 0.09, 0.08, 0.07], [3.0] * 4
     )
     assert empirical.find_events(falling).attention_valley is None
-    rising = drawn_run(
-        [0.0, 1.0, 2.0, 3.0], [0.9] * 4, [0.1, 0.2, 0.3, 0.4], [3.0] * 4
-    )
+    rising = drawn_run([0.0, 1.0, 2.0, 3.0], [0.9] * 4, [0.1, 0.2, 0.3, 0.4], [3.0] * 4)
     assert empirical.find_events(rising).attention_peak is None
 
 
