@@ -162,6 +162,23 @@ def test_a_run_that_blows_up_is_an_outcome_with_the_finite_part_of_the_path():
     assert 1 < run.ts.shape[0] < 20
 
 
+def test_after_a_step_that_is_not_finite_the_state_before_it_is_the_last_row():
+    rule = optax.sgd(lambda n: jnp.where(n < 3, 0.1, jnp.inf))
+    run = train(lambda y: 0.5 * jnp.sum(y**2), jnp.array([2.0]), rule, 10, every=5)
+    assert bool(run.outcome == fs.Outcome.not_finite)
+    np.testing.assert_array_equal(run.ts, [0.0, 3.0])
+    np.testing.assert_allclose(run.models[:, 0], [2.0, 2.0 * 0.9**3], rtol=1e-15)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_though_parameters_are():
+    def loss(y):
+        return jnp.where(y[0] < 1.0, jnp.inf, y[0])
+
+    run = train(loss, jnp.array([2.0]), 0.3, 10, every=1)
+    assert bool(run.outcome == fs.Outcome.not_finite)
+    np.testing.assert_allclose(run.losses, [2.0, 1.7, 1.4, 1.1], rtol=1e-15)
+
+
 def test_a_start_that_is_not_finite_takes_no_step():
     run = train(lambda y: jnp.log(y[0]), jnp.array([-1.0]), 0.1, 10)
     assert bool(run.outcome == fs.Outcome.not_finite) and run.ts.shape == (1,)
