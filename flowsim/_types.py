@@ -17,16 +17,18 @@ pytree, whose leaves are floating-point arrays, to a real scalar. Tokens are unk
 there.
 """
 
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-Params: TypeAlias = PyTree[Float[Array, "..."]]
+AnyArray: TypeAlias = Array | np.ndarray  # NumPy on the host, after a run.
+Params: TypeAlias = PyTree[Float[AnyArray, "..."]]
 Scalar: TypeAlias = Float[Array, ""]
 RealLike: TypeAlias = float | np.ndarray | np.floating | Array
 
 
+@runtime_checkable
 class Objective(Protocol):
     """A scalar function of a parameter pytree; pure and differentiable."""
 

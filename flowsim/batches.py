@@ -14,7 +14,7 @@ Left out: epochs without replacement, and reading text (`flowsim.corpus`).
 ((5, 8), (5,))
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -29,6 +29,7 @@ _TABLE_BYTES = 2**28  # A quarter of a gigabyte.
 _LONGEST = 2**16 - 1  # Counts are differences of 16-bit numbers, exact modulo 2^16.
 
 
+@runtime_checkable
 class Batches(Protocol):
     """Anything that draws objectives."""
 

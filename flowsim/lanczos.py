@@ -269,7 +269,7 @@ def _diagonalise(
 
 
 class _State(NamedTuple):
-    basis: Float[Array, "p+b n"]  # orthonormal rows; zero where not yet filled
+    basis: Float[Array, "rows n"]  # orthonormal rows; zero where not yet filled
     projection: Float[Array, "p p"]  # V A V^T
     coupling: Float[Array, "b b"]  # last block's image along the next block
     radius: Scalar  # largest |A v| or Ritz value seen, at most |A|
@@ -377,7 +377,7 @@ def _expand(
 
 def _next_block(
     remainder: Float[Array, "b n"],
-    basis: Float[Array, "p+b n"],
+    basis: Float[Array, "rows n"],
     negligible: Scalar,
     key: PRNGKeyArray,
 ) -> tuple[Float[Array, "b n"], Float[Array, "b b"]]:

@@ -16,7 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Int
+from jaxtyping import Array, ArrayLike, Float, Int, Integer
 
 from . import _trees
 from ._types import Scalar
@@ -111,7 +111,7 @@ class SampleLoss(eqx.Module):
 
     tokens: Int[Array, "N s"]
     targets: Int[Array, " N"]
-    counts: Int[Array, "N d"] | None
+    counts: Integer[Array, "N d"] | None
     chunk_size: int | None = eqx.field(static=True)
 
     def __init__(
@@ -119,7 +119,7 @@ class SampleLoss(eqx.Module):
         tokens: Int[ArrayLike, "N s"],
         targets: Int[ArrayLike, " N"],
         *,
-        counts: Int[ArrayLike, "N d"] | None = None,
+        counts: Integer[ArrayLike, "N d"] | None = None,
         chunk_size: int | None = None,
     ):
         given = {"tokens": (tokens, "(N, s)"), "targets": (targets, "(N,)")}
@@ -214,7 +214,9 @@ class SampleLoss(eqx.Module):
 
 
 def _window_logits(
-    model: AttentionModel, tokens: Int[Array, "N s"], counts: Int[Array, "N d"] | None
+    model: AttentionModel,
+    tokens: Int[Array, "N s"],
+    counts: Integer[Array, "N d"] | None,
 ) -> Float[Array, "N d"]:
     dtype = model.W0.dtype
     if counts is None:

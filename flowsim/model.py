@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from . import _trees
+from ._types import Scalar
 
 
 class AttentionModel(eqx.Module):
@@ -38,10 +39,10 @@ class AttentionModel(eqx.Module):
         scale_attention: divide Phi by sqrt(k). The paper does not; off by default.
     """
 
-    W0: Float[Array, "d m"]
-    W1: Float[Array, "m d"]
-    WQ: Float[Array, "m k"]
-    WK: Float[Array, "m k"]
+    W0: Float[Array, "*batch d m"]
+    W1: Float[Array, "*batch m d"]
+    WQ: Float[Array, "*batch m k"]
+    WK: Float[Array, "*batch m k"]
     scale_attention: bool = eqx.field(static=True, default=False)
 
     # How a trajectory of models labels its axes; see `Trajectory.to_xarray`.
@@ -86,7 +87,7 @@ class AttentionModel(eqx.Module):
         vocab: int,
         width: int,
         key_width: int | None = None,
-        scale: float = 1e-3,
+        scale: float | Scalar = 1e-3,
         scale_attention: bool = False,
         dtype: jnp.dtype | type | None = None,
     ) -> "AttentionModel":

@@ -61,11 +61,12 @@ def slow_stretches(run: Trajectory, prominence: float, floor: float) -> list[Str
     from scipy.signal import find_peaks
 
     slowest = find_peaks(padded, prominence=math.log(prominence))[0] - 1
+    slowest = [int(row) for row in slowest]
     bursts = [
         a + int(np.argmax(level[a : b + 1])) for a, b in itertools.pairwise(slowest)
     ]
     first, last = [0, *bursts], [*bursts, len(level) - 1]
-    return [Stretch(a, int(s), b) for a, s, b in zip(first, slowest, last, strict=True)]
+    return [Stretch(*rows) for rows in zip(first, slowest, last, strict=True)]
 
 
 def rows_to_try(run: Trajectory, stretch: Stretch, number: int) -> list[int]:

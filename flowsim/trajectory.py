@@ -92,7 +92,7 @@ class Trajectory(eqx.Module):
         """The last state reached, in the parameters' own structure."""
         return self.model_at(-1)
 
-    def model_at(self, row: int | Int[Array, ""]) -> Params:
+    def model_at(self, row: int | np.integer | Int[Array, ""]) -> Params:
         """The saved parameters of one row."""
         return jtu.tree_map(lambda leaf: leaf[row], self.models)
 

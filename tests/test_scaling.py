@@ -9,8 +9,9 @@ import pytest
 
 import flowsim as fs
 from flowsim import empirical
+from flowsim.empirical.scaling import relative_distance
 
-from .problems import named_chain, observed_flow
+from .problems import named_chain, observed_flow, random_model
 
 KEY = jax.random.key(0)
 
@@ -97,6 +98,20 @@ def test_alignment_removes_a_shift_of_time():
     row = run.nearest(60.0)
     shift, error = empirical.aligned_error(late, run, float(late.ts[row]))
     assert shift == pytest.approx(-3.0) and error == 0.0
+
+
+def test_distances_are_relative_to_the_reference():
+    reference = jnp.array([3.0, 4.0])
+    distance = relative_distance(jnp.array([3.0, 5.0]), reference)
+    assert distance == pytest.approx(0.2)
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    chain, model = named_chain("default"), random_model(named_chain("default"))
+    with pytest.raises(ValueError, match="must divide the largest"):
+        empirical.sample_law(chain, model, t1=1.0, nums=(3, 8), key=KEY)
+    with pytest.raises(ValueError, match="two positive numbers that fall"):
+        empirical.stage_times({"one": chain}, scales=(1e-6, 1e-5), key=KEY)
 
 
 # Which way attention goes as eps -> 0.

@@ -163,7 +163,7 @@ def test_a_run_that_blows_up_is_an_outcome_with_the_finite_part_of_the_path():
 
 
 def test_after_a_step_that_is_not_finite_the_state_before_it_is_the_last_row():
-    rule = optax.sgd(lambda n: jnp.where(n < 3, 0.1, jnp.inf))
+    rule = optax.sgd(lambda n: jnp.where(jnp.asarray(n) < 3, 0.1, jnp.inf))
     run = train(lambda y: 0.5 * jnp.sum(y**2), jnp.array([2.0]), rule, 10, every=5)
     assert bool(run.outcome == fs.Outcome.not_finite)
     np.testing.assert_array_equal(run.ts, [0.0, 3.0])
@@ -174,9 +174,10 @@ def test_a_loss_that_is_not_finite_ends_the_run_though_parameters_are():
     def loss(y):
         return jnp.where(y[0] < 1.0, jnp.inf, y[0])
 
-    run = train(loss, jnp.array([2.0]), 0.3, 10, every=1)
-    assert bool(run.outcome == fs.Outcome.not_finite)
-    np.testing.assert_allclose(run.losses, [2.0, 1.7, 1.4, 1.1], rtol=1e-15)
+    for num_steps in (10, 4):  # Also if that step is the last one.
+        run = train(loss, jnp.array([2.0]), 0.3, num_steps, every=1)
+        assert bool(run.outcome == fs.Outcome.not_finite)
+        np.testing.assert_allclose(run.losses, [2.0, 1.7, 1.4, 1.1], rtol=1e-15)
 
 
 def test_a_start_that_is_not_finite_takes_no_step():
@@ -281,6 +282,7 @@ def test_a_run_can_be_saved_and_loaded(tmp_path):
         ({"model": {"u": jnp.ones(2, int)}}, "floating-point"),
         ({"optimiser": -0.1}, "positive and finite; got -0.1"),
         ({"optimiser": float("nan")}, "positive and finite"),
+        ({"optimiser": float("inf")}, "positive and finite"),
         ({"optimiser": "adam"}, "optimiser must be a learning rate or an optax"),
         ({"num_steps": 0}, "num_steps must be at least 1; got 0"),
         ({"num_steps": 1.5}, "num_steps must be an integer"),

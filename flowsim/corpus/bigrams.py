@@ -12,7 +12,7 @@ from typing import IO
 
 import equinox as eqx
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Integer
 
 from .._summary import aligned
 from ..markov import MarkovChain, chain_from_counts
@@ -40,7 +40,7 @@ class BigramTable(eqx.Module):
         num_tokens: words that remained.
     """
 
-    counts: Int[np.ndarray, "d d"]
+    counts: Integer[np.ndarray, "d d"]
     tokens: tuple[str, ...] = eqx.field(static=True)
     tokeniser: str = eqx.field(static=True)
     num_words: int = eqx.field(static=True)

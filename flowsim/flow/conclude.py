@@ -126,10 +126,10 @@ def from_host(
         ends = jtu.tree_map(lambda *rows: jnp.stack(rows), start, path.y_end)
         models = _restored(problem, ends)
     judged = padded(measured.loss), padded(measured.grad_norm)
-    run = _trajectory(
-        problem, start, path, gradient_stop, path.ts, models, measured, judged
+    ts, models, measured = jax.device_put((path.ts, models, measured))
+    return _trajectory(
+        problem, start, path, gradient_stop, ts, models, measured, judged
     )
-    return jax.device_put(run)
 
 
 def _trajectory(

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _trees
 from .._types import Objective, Params, RealLike, Scalar
@@ -95,8 +95,13 @@ def restore(problem: Problem, y: Params) -> Params:
 
 
 def allowed_rise(
-    loss: Scalar, grad_norm: Scalar, size: Scalar, num: int, rtol: Scalar, atol: Scalar
-) -> Scalar:
+    loss: Float[Array, "*batch"],
+    grad_norm: Float[Array, "*batch"],
+    size: Scalar,
+    num: int,
+    rtol: Scalar,
+    atol: Scalar,
+) -> Float[Array, "*batch"]:
     """How far the loss may rise between neighbouring rows by integration error alone.
 
     First order in the error |d theta| of one step, plus a relative rtol of the loss, a

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import diffrax
@@ -45,7 +45,7 @@ class Save(eqx.Module):
 
     def __init__(
         self,
-        ts: ArrayLike | None = None,
+        ts: Sequence[float] | ArrayLike | None = None,
         *,
         every: int | None = None,
         at_most: int = 2000,
@@ -70,7 +70,7 @@ def gradient_flow(
     solver: diffrax.AbstractSolver | None = None,
     rtol: RealLike | None = None,
     atol: RealLike | None = None,
-    save: Save | ArrayLike | int | None = None,
+    save: Save | Sequence[float] | ArrayLike | int | None = None,
     observe: Callable[[Any], PyTree[Array]] | None = None,
     stop: float | Callable[[Scalar, Any], Any] | diffrax.Event | None = None,
     max_steps: int = 2**20,
@@ -233,7 +233,7 @@ def _as_array(leaf: Any) -> Any:
     return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
-def _as_save(save: Save | ArrayLike | int | None) -> Save:
+def _as_save(save: Save | Sequence[float] | ArrayLike | int | None) -> Save:
     if save is None:
         return Save()
     if isinstance(save, Save):

@@ -153,7 +153,7 @@ def _tensors(family, splitting, w0, delta, order):
     r = splitting.kernel.shape[0]
     inverse = jnp.linalg.inv(jax.jacfwd(residual)(w0, jnp.zeros(r), delta))
 
-    def field(z: Float[Array, " r+1"]) -> Float[Array, " r"]:
+    def field(z: Float[Array, " arguments"]) -> Float[Array, " r"]:
         u, parameter = z[:r], z[r]
         w = jax.lax.fori_loop(
             0, order, lambda _, w: w - inverse @ residual(w, u, parameter), w0

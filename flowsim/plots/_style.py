@@ -9,7 +9,7 @@ the caller keep the caller's style.
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -36,6 +36,7 @@ MAX_ALL = 8  # Vocabularies up to this size are shown token by token ...
 NUM_SHOWN = 6  # ... of larger ones this many, the most frequent, and the mean.
 
 
+@runtime_checkable
 class Stage(Protocol):
     """A named stretch of time."""
 

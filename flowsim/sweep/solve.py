@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -28,7 +29,7 @@ def sweep(
     t1: RealLike,
     rtol: RealLike | None = None,
     atol: RealLike | Float[Array, " N"] | None = None,
-    ts: ArrayLike | None = None,
+    ts: Sequence[float] | ArrayLike | None = None,
     stacked_objective: bool = False,
     num_slots: int = 16,
     max_steps: int = 2**20,
