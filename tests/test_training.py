@@ -250,6 +250,17 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         resume()
 
 
+def test_a_checkpoint_of_other_batches_is_refused(tmp_path):
+    file, chain = tmp_path / "run.npz", named_chain("default")
+    loss, model = fs.PopulationLoss(chain), random_model(chain)
+    batches = ChainBatches(chain, length=4, size=2)
+    for key, steps in ((KEY, 2), (KEY, 3)):
+        train(batches, model, 0.1, steps, key=key, evaluate=loss, checkpoint=file)
+    with pytest.raises(ValueError, match="another run"):
+        other = jax.random.key(8)
+        train(batches, model, 0.1, 4, key=other, evaluate=loss, checkpoint=file)
+
+
 def test_training_works_under_jit_and_vmap_and_pads_with_the_last_row():
     def run(rate):
         return train(lambda y: jnp.sum(y**4), jnp.array([2.0]), rate, 10, every=4)
