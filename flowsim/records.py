@@ -24,9 +24,10 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jaxtyping import PyTree
 
 from . import _trees
-from ._types import Params
+from ._types import AnyArray, Params
 from .corpus import load_table
 from .markov import MarkovChain
 from .model import AttentionModel
@@ -126,7 +127,7 @@ def load_trajectory(path: str | os.PathLike, like: Params | None = None) -> Traj
 
 
 def save_checkpoint(
-    path: str | os.PathLike, state: Params, header: Mapping[str, Any]
+    path: str | os.PathLike, state: PyTree[AnyArray], header: Mapping[str, Any]
 ) -> None:
     """Write a pytree of arrays, and what it belongs to, to one `.npz` file."""
     leaves = _trees.named_leaves(state, "state").items()
@@ -136,8 +137,8 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: str | os.PathLike, like: Params
-) -> tuple[Params, dict[str, Any]]:
+    path: str | os.PathLike, like: PyTree[AnyArray]
+) -> tuple[PyTree[AnyArray], dict[str, Any]]:
     """Read what `save_checkpoint` wrote, in the structure of `like`.
 
     The first axis of an array may have another length than in `like`.

@@ -251,7 +251,7 @@ def second_critical_point(
     )
 
 
-def outer_eigenvalues(chain: MarkovChain) -> Float[Array, " d-1"]:
+def outer_eigenvalues(chain: MarkovChain) -> Float[Array, " values"]:
     """The d - 1 non-zero eigenvalues of the (W0, W1) block at theta_c^1, ascending.
 
         -F^{1/2} (|pi|^2 b b^T + a^2 |pi|^2 I) F^{1/2},
