@@ -20,6 +20,10 @@ def test_shuffling_keeps_the_words_and_loses_their_order():
     np.testing.assert_array_equal(
         np.bincount(mixed.ids.ravel()), np.bincount(text.ids.ravel())
     )
+    pairs = np.zeros((4, 4))
+    np.add.at(pairs, (mixed.ids[:, :-1].ravel(), mixed.ids[:, 1:].ravel()), 1)
+    counted = pairs / pairs.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(mixed.chain.transition, counted, rtol=1e-12)
     independent = np.broadcast_to(np.asarray(chain.stationary), (4, 4))
     assert np.abs(mixed.chain.transition - independent).max() < 0.05
     assert abs(float(fs.theory.focus_rate(mixed.chain))) < 0.01
