@@ -17,6 +17,7 @@ from flowsim.verification.empirical import (
     _no_bigrams_claims as no_bigrams_claims,
     _shuffled_claims as shuffled_claims,
     _text_claims as text_claims,
+    verify_empirical,
 )
 
 from .commands import run_command
@@ -54,7 +55,8 @@ def test_the_command_trains_on_a_text_file_and_writes_its_folder(tmp_path, capsy
     assert summary["time reached"] == pytest.approx(10.0, rel=1e-6)
     assert len(summary["events"]) == 10
     assert fs.load_trajectory(folder / "training.npz").models.W0.dtype == jnp.float32
-    assert fs.load_trajectory(folder / "flow.npz").models.W0.dtype == jnp.float64
+    flow = fs.load_trajectory(folder / "flow.npz")
+    assert flow.models.W0.dtype == jnp.float64 and float(flow.ts[-1]) == 10.0
     assert (folder / "train.png").stat().st_size > 10_000
     code, _, err = run_command(arguments, capsys)
     assert code == 2 and "--force" in err and err.count("\n") == 1
@@ -151,6 +153,11 @@ def test_controls_without_bigrams_agree(name):
 def test_the_limit_of_small_starts_follows_c(name):
     table = Verification(tuple(limit_claims(name, fs.load_chain(name, vocab=64), KEY)))
     assert table.succeeded and len(table) == 3
+
+
+def test_empirical_claims_need_a_thousand_steps():
+    with pytest.raises(ValueError, match="num_steps must be at least 1000; got 999"):
+        verify_empirical(num_steps=999)
 
 
 def test_text_is_for_the_empirical_claims_alone(tmp_path, monkeypatch, capsys):

@@ -81,7 +81,8 @@ class RungeKuttaChebyshev(diffrax.AbstractAdaptiveSolver):
 
         0.8 (y_n - y_{n+1}) + 0.4 h (f_n + f_{n+1}),
 
-    the local error of second order to leading order, O(h^3).
+    h^3 y^(3) / 15 for the exact solution. With the numerical y_{n+1}, whose own error
+    enters, it is 1.8 times the local error for many stages: on the safe side.
 
     Attributes:
         max_stages: bound on the stages of one step, at least 2. A step that needs more
