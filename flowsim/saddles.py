@@ -179,7 +179,7 @@ def find_saddles(
 def _visits(search: _Search, stretch: Stretch, num_guesses: int) -> list[VisitedPoint]:
     """Critical points near one stretch, classified; or the one failed attempt."""
     run, left = search.run, search.max_products
-    point, left = _polish(search, run.model_at(stretch.slowest), left)
+    point, left = _polish(search, stretch.slowest, left)
     first = _visit(search, stretch, point, search.max_products - left)
     if not first.critical:
         inner = stretch.slowest not in (0, len(run.ts) - 1)
@@ -191,14 +191,15 @@ def _visits(search: _Search, stretch: Stretch, num_guesses: int) -> list[Visited
         budget = min(share, left)
         if budget <= 0:
             break
-        point, rest = _polish(search, run.model_at(row), budget)
+        point, rest = _polish(search, row, budget)
         left -= budget - rest
         found.append(_visit(search, stretch, point, budget - rest))
     return [visit for visit in found if visit.critical]
 
 
-def _polish(search: _Search, guess: Params, left: int) -> tuple[CriticalPoint, int]:
+def _polish(search: _Search, row: int, left: int) -> tuple[CriticalPoint, int]:
     """Polish one row within a budget of products; returns what is left of it."""
+    guess = search.run.model_at(row)
     extent = float(np.max(distances_from(search.run.models, guess)))
     # Of a visited point the guess is no further than near / (1 - near) extents if it
     # is the row of closest approach; twice that for the other rows.
@@ -213,7 +214,9 @@ def _polish(search: _Search, guess: Params, left: int) -> tuple[CriticalPoint, i
             solver=search.solver or _newton(search.tol, budget, reach),
         )
 
-    if _trees.num_params(guess) <= RegularisedNewton(atol=0.0).basis_size:
+    # A row that is critical itself must stay where it is, small parts and all.
+    met = float(search.run.grad_norms[row]) <= search.tol
+    if met or _trees.num_params(guess) <= RegularisedNewton(atol=0.0).basis_size:
         point = polish(guess, left)
         return point, left - _num_products(point)
     simple = polish(without_small_parts(guess, search.near * extent), left)

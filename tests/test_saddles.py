@@ -12,6 +12,9 @@ import pytest
 from flowsim import _trees, theory
 from flowsim.copies import are_close, invariants_of
 from flowsim.flow import gradient_flow
+from flowsim.loss import PopulationLoss
+from flowsim.markov import lazy_chain
+from flowsim.model import AttentionModel
 from flowsim.saddles import find_saddles
 from flowsim.visits import Ending, VisitKind, ending
 
@@ -320,3 +323,16 @@ def test_saddles_of_a_problem_too_large_to_diagonalise_take_few_products():
         [float(visit.loss) for visit in visits], [2.5, 0.5, 0.0], atol=1e-12
     )
     assert all(visit.index_exact and visit.num_products < 1000 for visit in visits)
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_at_a_minimum_is_found_there_though_minima_are_a_continuum():
+    # 360 parameters: rows are polished without their small parts first, and a minimum
+    # without them is another one, a tenth of the run away.
+    loss = PopulationLoss(lazy_chain([0.6, 0.3, 0.1], 0.3))
+    model = AttentionModel.init(jax.random.key(0), vocab=3, width=12, scale=1e-3)
+    run = gradient_flow(loss, model, t1=2e4)
+    visits = find_saddles(run, loss)
+    assert bool(visits[-1].kind == VisitKind.minimum)
+    assert visits[-1].relative_distance < 1e-6
+    assert bool(ending(run, visits) == Ending.minimum)
